@@ -1,0 +1,38 @@
+"""Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
+
+from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
+from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
+from cachekit.engine.stats import Stats
+from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, UnsupportedModelError
+from cachekit.strategies import (
+    FLUX_MAG_RATIOS,
+    CacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    TaylorSeerCacheConfig,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FLUX_MAG_RATIOS",
+    "CacheConfig",
+    "CacheConflictError",
+    "CacheKitError",
+    "CacheWarning",
+    "FirstBlockCacheConfig",
+    "Handle",
+    "MagCacheConfig",
+    "Stats",
+    "TaylorSeerCacheConfig",
+    "TransformerBlockMetadata",
+    "TransformerBlockRegistry",
+    "UnsupportedModelError",
+    "__version__",
+    "cached",
+    "disable_cache",
+    "enable_cache",
+    "free",
+    "is_cache_enabled",
+    "stats",
+]

@@ -1,0 +1,143 @@
+"""Finds denoisers in a pipeline, and block stacks, attention modules and UNet halves in a denoiser, by structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from cachekit.engine.binding import parameter_names
+
+_TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma", "sigmas", "time", "time_step", "noise_level", "timestep_r", "r")
+_NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter", "vocoder", "safety_checker")
+_FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
+_STREAM_SUFFIX = "hidden_states"
+_NOT_LATENTS = ("encoder", "control", "text", "image_embeds")
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks: `name` is its path in the denoiser, `blocks` its modules in order."""
+
+    name: str
+    blocks: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class UNetParts:
+    """The halves of a UNet; `middle` is None where there is no middle block."""
+
+    down: BlockList
+    middle: nn.Module | None
+    up: BlockList
+
+    def lists(self) -> list[BlockList]:
+        """The parts in the order in which they run."""
+        middle = [] if self.middle is None else [BlockList("mid_block", (self.middle,))]
+        return [self.down, *middle, self.up]
+
+
+def find_denoisers(target: Any) -> dict[str, nn.Module]:
+    """Name -> denoiser. A module is taken as it is, named ""; a pipeline is searched in its components."""
+    if isinstance(target, nn.Module):
+        return {"": target}
+    components = getattr(target, "components", None)
+    if not isinstance(components, dict):
+        raise TypeError(
+            f"expected a DiffusionPipeline, a ModularPipeline or a denoiser module, got {type(target).__name__}"
+        )
+    return {
+        name: module
+        for name, module in components.items()
+        if isinstance(module, nn.Module) and not name.startswith(_NOT_DENOISERS) and is_denoiser(unwrap(module))
+    }
+
+
+def is_denoiser(module: nn.Module) -> bool:
+    """A denoiser takes a timestep (or noise level) and is no control network, text encoder or autoencoder."""
+    home = type(module).__module__
+    return not any(part in home for part in _FOREIGN_HOMES) and takes_timestep(module)
+
+
+def takes_timestep(module: nn.Module) -> bool:
+    """True when `forward` has a timestep-like parameter."""
+    return any(name in _TIMESTEP_NAMES for name in parameter_names(type(module)))
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside a `torch.compile` wrapper, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def latent_names(denoiser: nn.Module) -> tuple[str, ...]:
+    """Parameters that carry noisy latents: the first one, and further latent streams (audio next to video)."""
+    names = parameter_names(type(denoiser))
+    more = [
+        name for name in names[1:] if name.endswith(_STREAM_SUFFIX) and not any(part in name for part in _NOT_LATENTS)
+    ]
+    return (*names[:1], *more)
+
+
+def timestep_names(denoiser: nn.Module) -> tuple[str, ...]:
+    """Parameters that say where the run is."""
+    names = parameter_names(type(denoiser))
+    return tuple(name for name in names if name in _TIMESTEP_NAMES or name.endswith("timestep"))
+
+
+def find_block_lists(denoiser: nn.Module) -> list[BlockList]:
+    """The outermost lists of blocks, in the order of registration.
+
+    Lists of plain torch layers (norms, linear heads) are no blocks; lists of lists are searched further in.
+    """
+    return list(_lists_below(denoiser, ""))
+
+
+def find_unet(denoiser: nn.Module) -> UNetParts | None:
+    """The halves of a UNet whose up path mirrors its down path, else None."""
+    down, up = getattr(denoiser, "down_blocks", None), getattr(denoiser, "up_blocks", None)
+    if not isinstance(down, nn.ModuleList) or not isinstance(up, nn.ModuleList) or len(down) != len(up) or len(up) < 2:
+        return None
+    middle = getattr(denoiser, "mid_block", None)
+    return UNetParts(
+        BlockList("down_blocks", tuple(down)),
+        middle if isinstance(middle, nn.Module) else None,
+        BlockList("up_blocks", tuple(up)),
+    )
+
+
+def find_attention(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """Path -> the outermost modules that attend: those that project queries, or whose class says so."""
+    found: dict[str, nn.Module] = {}
+    for name, module in denoiser.named_modules():
+        if name and _attends(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _attends(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return False
+    projections = ("to_q", "to_qkv", "q_proj", "query", "qkv", "to_q_proj", "wq")
+    if any(isinstance(module._modules.get(name), nn.Module) for name in projections):
+        return True
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _lists_below(module: nn.Module, prefix: str) -> Iterator[BlockList]:
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            blocks = tuple(child)
+            if blocks and all(_is_block(block) for block in blocks):
+                yield BlockList(path, blocks)
+                continue
+        yield from _lists_below(child, path)
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return not type(module).__module__.startswith("torch.nn")

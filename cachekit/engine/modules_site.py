@@ -1,0 +1,91 @@
+"""Site: the outputs of single modules, such as every attention of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from cachekit.engine.binding import rebuild
+from cachekit.engine.history import Entry
+from cachekit.engine.hooks import Inner
+from cachekit.engine.rules import ModulesSpec
+from cachekit.engine.sites import PassContext, Site, floating_parts, kept_form
+
+
+class ModulesSite(Site):
+    """Hooks the modules of a :class:`ModulesSpec`; slots are (path, whether it is zeroed)."""
+
+    def __init__(self, spec: ModulesSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        for path, module in spec.modules.items():
+            self.attach(module, (path, False))
+        for path, module in spec.zeroed.items():
+            self.attach(module, (path, True))
+
+    def begin(self, branch: str, context: PassContext) -> ModulesPass:
+        return ModulesPass(context)
+
+    def describe(self) -> str:
+        zeroed = f", {len(self.spec.zeroed)} zeroed" if self.spec.zeroed else ""
+        return f"{len(self.spec.modules)} modules predicted{zeroed}"
+
+
+class ModulesPass:
+    """A forward pass in which module outputs are kept, or predicted. Places are (path, n-th call, output key)."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._calls: dict[str, int] = {}
+        self._entry = Entry(context.step)
+        self._reuse = context.decide(None)
+
+    def surround(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def run(self, slot: tuple[str, bool], inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path, zeroed = slot
+        count = self._calls.get(path, 0)
+        self._calls[path] = count + 1
+        if self._reuse:
+            answer = self._answer(path, count)
+            if answer is not None:
+                return answer
+        output = inner(*args, **kwargs)
+        if not self._reuse:
+            self._keep(path, count, zeroed, output)
+        return output
+
+    def finish(self) -> Entry | None:
+        return None if self._reuse else self._entry
+
+    def _keep(self, path: str, count: int, zeroed: bool, output: Any) -> None:
+        parts = floating_parts(output)
+        form = kept_form(output, {} if zeroed else parts, storage_free=zeroed)
+        self._entry.passive[path, count] = form
+        if not zeroed:
+            for key, part in parts.items():
+                self._entry.values[path, count, key] = self._context.storage.keep(part.detach().clone())
+
+    def _answer(self, path: str, count: int) -> Any | None:
+        newest = self._context.history.newest
+        if newest is None or (path, count) not in newest.passive:
+            return None
+        form = newest.passive[path, count]
+        predicted: dict[Any, torch.Tensor | None] = {
+            place[2]: self._context.predict(place)  # type: ignore[index]
+            for place in newest.values
+            if place[:2] == (path, count)  # type: ignore[index]
+        }
+        if form is None:
+            return predicted[None]
+        return _filled(form, predicted)
+
+
+def _filled(form: Any, predicted: dict[Any, torch.Tensor | None]) -> Any:
+    if isinstance(form, torch.Tensor):
+        return form.clone()
+    parts = {key: predicted.get(key, part) for key, part in (form.items() if isinstance(form, dict) else enumerate(form))}
+    return rebuild(form, {key: part.clone() if isinstance(part, torch.Tensor) else part for key, part in parts.items()})

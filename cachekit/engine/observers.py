@@ -1,0 +1,81 @@
+"""Two places of diffusers that are watched while any cache is enabled: `cache_context` and the pipeline's progress bar.
+
+Both are class-level wrappers, installed with the first cache and removed with the last, so that nothing has to be
+stored on a model or a pipeline. Neither is needed: pipelines that use none of them are cached as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from diffusers.models.cache_utils import CacheMixin
+from torch import nn
+
+from cachekit.engine.session import known_session
+
+_lock = threading.Lock()
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_originals: list[tuple[type, str, Any]] = []
+_contexts = threading.local()
+
+
+def acquire(user: object) -> None:
+    """Start watching on behalf of `user`."""
+    with _lock:
+        if not _originals:
+            _replace(CacheMixin, "cache_context", _watched_context(CacheMixin.cache_context))
+            _replace(DiffusionPipeline, "progress_bar", _watched_bar(DiffusionPipeline.progress_bar))
+        _users.add(user)
+
+
+def release(user: object) -> None:
+    """Stop watching when no other user is left."""
+    with _lock:
+        _users.discard(user)
+        if not _users:
+            for owner, name, original in _originals:
+                setattr(owner, name, original)
+            _originals.clear()
+
+
+def context_name(module: nn.Module | None) -> str | None:
+    """Name of the innermost `cache_context` that this thread has entered on `module`."""
+    stack = getattr(_contexts, "stack", ())
+    return next((name for owner, name in reversed(stack) if owner is module), None)
+
+
+def _replace(owner: type, name: str, replacement: Any) -> None:
+    original = owner.__dict__[name]
+    replacement.__doc__ = original.__doc__
+    _originals.append((owner, name, original))
+    setattr(owner, name, replacement)
+
+
+def _watched_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def cache_context(self: Any, name: str, **kwargs: Any) -> Iterator[None]:
+        stack = _contexts.__dict__.setdefault("stack", [])
+        with original(self, name, **kwargs):
+            stack.append((self, name))
+            try:
+                yield
+            finally:
+                stack.pop()
+
+    return cache_context
+
+
+def _watched_bar(original: Callable[..., Any]) -> Callable[..., Any]:
+    def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bar = original(self, *args, **kwargs)
+        session = known_session(self)
+        if session is not None:
+            session.loop_started(bar)
+        return bar
+
+    return progress_bar

@@ -1,0 +1,135 @@
+"""The parts a strategy is made of: a site, a gate, a predictor and guards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from cachekit.engine.clock import View
+from cachekit.engine.history import Entry, History, Storage
+
+
+@dataclass(frozen=True)
+class GateContext:
+    """All that a gate may look at.
+
+    Attributes:
+        now: where the run is.
+        branch: name of the guidance branch.
+        history: computed calls of this site and branch.
+        signal: the probe's residual of this call (sites with a probe), else None.
+        read: reads one number back from the device; counted in the statistics.
+    """
+
+    now: View
+    branch: str
+    history: History
+    signal: torch.Tensor | None
+    read: Callable[[torch.Tensor], float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A gate's answer. A score that is not a finite number always means compute."""
+
+    reuse: bool
+    score: float | None = None
+    reason: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        return self.score is None or math.isfinite(self.score)
+
+
+class Gate(Protocol):
+    """Decides at a site whether a call is computed or reused. Pure: keeps no state between calls."""
+
+    def decide(self, context: GateContext) -> Verdict: ...
+
+
+class Predictor(Protocol):
+    """Says what a skipped site would have returned. Pure: keeps no state between calls."""
+
+    @property
+    def depth(self) -> int:
+        """Number of computed results that are kept for it."""
+        ...
+
+    def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+        """Prediction for `step` from results at `steps` (newest first, at least one)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Conditions under which the gate is not asked and the call computes.
+
+    Attributes:
+        warmup: the first `warmup` steps compute.
+        retention: this fraction of the steps computes at the start.
+        assumed: number of steps that `retention` refers to when no scheduler tells.
+        stop: from this step on everything computes; None for never.
+        max_consecutive: at most so many reuses in a row; None for no limit.
+    """
+
+    warmup: int = 1
+    retention: float = 0.0
+    assumed: int = 0
+    stop: int | None = None
+    max_consecutive: int | None = None
+
+    def objection(self, now: View, history: History, consecutive: int) -> str | None:
+        """Why this call must compute, or None."""
+        if not len(history):
+            return "nothing to reuse yet"
+        if now.step < max(self.warmup, round(self.retention * (now.steps or self.assumed))):
+            return "warm-up"
+        if self.stop is not None and now.step >= self.stop:
+            return "after the last cached step"
+        if self.max_consecutive is not None and consecutive >= self.max_consecutive:
+            return CAP_REASON
+        return None
+
+
+CAP_REASON = "cap on consecutive reuses"
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """Site: the block stacks. With `probe` the first block always runs and its residual is the gate's signal."""
+
+    probe: bool = False
+
+
+@dataclass(frozen=True)
+class ModulesSpec:
+    """Site: the outputs of single modules.
+
+    Attributes:
+        modules: path -> module whose output is predicted.
+        zeroed: path -> module that returns zeros on reuse (its output does not matter then).
+    """
+
+    modules: dict[str, nn.Module]
+    zeroed: dict[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A strategy, taken apart.
+
+    `observe` looks at two computed calls in a row (previous, new) and returns a number for the decision record; it is
+    how calibration listens.
+    """
+
+    site: StackSpec | ModulesSpec
+    gate: Gate
+    predictor: Predictor
+    guards: Guards = Guards()
+    storage: Storage = Storage()
+    observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None

@@ -1,0 +1,154 @@
+"""The places that can be skipped. Sites know modules and layouts, and no policy.
+
+A site lives as long as a cache is enabled; for every denoiser call it begins a *pass* that watches the hooked modules
+of that call: it records what is computed, or answers in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from cachekit.engine.binding import Key, is_floating, items, rebuild
+from cachekit.engine.history import Entry, History, Storage
+from cachekit.engine.hooks import Hook, Inner
+from cachekit.engine.rules import Predictor
+
+
+class StructureChangedError(Exception):
+    """A reuse met other calls or shapes than the last computed call had; this call has to be computed after all."""
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass needs from the engine.
+
+    Attributes:
+        step: the current step.
+        history: results of this site and branch.
+        predictor: what answers for skipped work.
+        storage: how results are kept.
+        decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
+        sources: the latents of this call, for tracing.
+    """
+
+    step: int
+    history: History
+    predictor: Predictor
+    storage: Storage
+    decide: Callable[[torch.Tensor | None], bool]
+    sources: tuple[torch.Tensor, ...]
+
+    def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
+        steps, values = self.history.values(place)
+        if not values:
+            return None
+        prediction = self.predictor.predict(steps, values, self.step)
+        return prediction if like is None else prediction.to(device=like.device, dtype=like.dtype)
+
+
+class SitePass(Protocol):
+    """One denoiser call as a site sees it."""
+
+    def surround(self) -> contextlib.AbstractContextManager[Any]:
+        """What has to be entered around the forward pass."""
+        ...
+
+    def run(self, slot: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a hooked module."""
+        ...
+
+    def finish(self) -> Entry | None:
+        """After the forward pass: the entry of a computed call; None for a reuse or when nothing could be kept.
+
+        Raises:
+            StructureChangedError: when a reuse did not come past every place that it should have.
+        """
+        ...
+
+
+class Site:
+    """Owns the hooks of one kind of place."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hook] = []
+        self.current: Callable[[], SitePass | None] = lambda: None
+        self.spend: Callable[[float], None] = lambda seconds: None
+
+    def begin(self, branch: str, context: PassContext) -> SitePass:
+        """Start watching one denoiser call."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What is hooked, in a few words."""
+        raise NotImplementedError
+
+    def forget(self, branch: str) -> None:
+        """Learn the structure of a branch anew in its next computed call."""
+
+    def attach(self, module: nn.Module, slot: Any) -> None:
+        """Hook `module`; its calls reach the current pass as calls of `slot`."""
+
+        def handler(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            site_pass = self.current()
+            if site_pass is None:
+                return inner(*args, **kwargs)
+            started, spent = time.perf_counter(), 0.0
+
+            def timed(*inner_args: Any, **inner_kwargs: Any) -> Any:
+                nonlocal spent
+                begin = time.perf_counter()
+                output = inner(*inner_args, **inner_kwargs)
+                spent += time.perf_counter() - begin
+                return output
+
+            output = site_pass.run(slot, timed, args, kwargs)
+            self.spend(time.perf_counter() - started - spent)
+            return output
+
+        self.hooks.append(Hook(module, handler))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
+def kept_form(output: Any, covered: Mapping[Key, Any], storage_free: bool) -> Any | None:
+    """The form of a result with those parts that must be handed out again as they were.
+
+    Args:
+        output: what a module returned.
+        covered: parts that are provided otherwise; they become None.
+        storage_free: keep shapes only (nothing will read the values).
+
+    Returns:
+        None when the result is one covered tensor, so that there is nothing to keep.
+    """
+    if not isinstance(output, (tuple, list, Mapping)) and None in covered:
+        return None
+    return rebuild(output, {key: None if key in covered else frozen(part, storage_free) for key, part in items(output)})
+
+
+def frozen(value: Any, storage_free: bool = False) -> Any:
+    """A nested result whose tensors nothing else can write to; with `storage_free` zeros that take no memory."""
+    if isinstance(value, torch.Tensor):
+        if storage_free:
+            return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+        return value.detach().clone()
+    if isinstance(value, (tuple, list, Mapping)):
+        return rebuild(value, {key: frozen(part, storage_free) for key, part in items(value)})
+    return value
+
+
+def floating_parts(output: Any) -> dict[Key, torch.Tensor]:
+    """The parts of a result that can be predicted."""
+    return {key: part for key, part in items(output) if is_floating(part)}

@@ -1,0 +1,323 @@
+"""Site: the block stacks of a transformer, or the deep part of a UNet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cachekit.engine.binding import Key, bind, is_floating, items, rebuild
+from cachekit.engine.conditioning import version_of
+from cachekit.engine.discovery import BlockList, UNetParts
+from cachekit.engine.history import Entry
+from cachekit.engine.hooks import Inner
+from cachekit.engine.layout import Layout, Place, Slot, residual_layout, unet_layout
+from cachekit.engine.rules import StackSpec
+from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
+from cachekit.engine.streams import match_streams
+from cachekit.engine.taint import Taint
+
+
+class StackSite(Site):
+    """Hooks every block; the layout of a branch is learnt in its first computed forward pass (a UNet's is fixed)."""
+
+    def __init__(self, spec: StackSpec, lists: list[BlockList], unet: UNetParts | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.is_unet = unet is not None
+        self._lists = lists
+        self._layouts: dict[str, Layout] = {}
+        self._slots = [Slot(item.name, i, block) for item in lists for i, block in enumerate(item.blocks)]
+        self._fixed = None if unet is None else unet_layout(self._slots, unet)
+        for slot in self._slots:
+            self.attach(slot.module, slot)
+
+    def begin(self, branch: str, context: PassContext) -> TracePass | StackPass:
+        layout = self.layout(branch)
+        if layout is None:
+            return TracePass(self, branch, context)
+        return StackPass(self, branch, layout, context)
+
+    def layout(self, branch: str) -> Layout | None:
+        """The layout of a branch, once it is known."""
+        return self._fixed or self._layouts.get(branch)
+
+    def learn(self, branch: str, layout: Layout | None) -> None:
+        """Set the layout of a branch; None makes the next computed call learn it again."""
+        if layout is None:
+            self._layouts.pop(branch, None)
+        else:
+            self._layouts[branch] = layout
+
+    def forget(self, branch: str) -> None:
+        self.learn(branch, None)
+
+    def describe(self) -> str:
+        return ", ".join(f"{item.name} ({len(item.blocks)})" for item in self._lists)
+
+
+@dataclass
+class _Capture:
+    """Tensors of a call as they were before it, and whether they still are."""
+
+    values: dict[str, torch.Tensor]
+    versions: dict[str, int | None]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], names: set[str] | None, copy: bool) -> _Capture:
+        kept = {
+            name: value for name, value in arguments.items() if is_floating(value) and (names is None or name in names)
+        }
+        versions = {name: version_of(value) for name, value in kept.items()}
+        values = {
+            name: value.detach().clone() if copy or versions[name] is None else value.detach()
+            for name, value in kept.items()
+        }
+        return cls(values, versions)
+
+    def overwritten(self, arguments: Mapping[str, Any]) -> bool:
+        """True when the call wrote into a captured argument."""
+        return any(version_of(arguments[name]) != version for name, version in self.versions.items())
+
+
+class StackPass:
+    """A forward pass with a known layout: keeps the change of every segment, or gives back predicted ones."""
+
+    def __init__(self, site: StackSite, branch: str, layout: Layout, context: PassContext) -> None:
+        self._site, self._branch, self._layout, self._context = site, branch, layout, context
+        self._count = 0
+        self._on_track = True
+        self._entry = Entry(context.step)
+        self._bases: dict[int, _Capture] = {}
+        self._landings: dict[int, dict[Key, torch.Tensor]] = {}
+        self._probing = site.spec.probe and any(place.is_probe for place in layout.places)
+        self._reuse = False if self._probing else context.decide(None)
+
+    def surround(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index, self._count = self._count, self._count + 1
+        places = self._layout.places
+        if index >= len(places) or places[index].slot is not slot:
+            if self._reuse:
+                raise StructureChangedError
+            self._on_track = False
+        if not self._on_track:
+            return inner(*args, **kwargs)
+        place = places[index]
+        if place.is_probe and self._probing:
+            return self._probe(slot, inner, args, kwargs)
+        if place.segment is None:
+            return inner(*args, **kwargs)
+        if self._reuse:
+            return self._answer(index, place, place.segment, args, kwargs)
+        return self._compute(index, place, place.segment, inner, args, kwargs)
+
+    def finish(self) -> Entry | None:
+        complete = self._on_track and self._count == len(self._layout.places)
+        if self._reuse:
+            if not complete:
+                raise StructureChangedError
+            return None
+        if not complete:
+            self._site.learn(self._branch, None)
+            return None
+        return self._entry
+
+    def _probe(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._probing = False
+        arguments = bind(type(slot.module), args, kwargs)
+        capture = _Capture.of(arguments, _stream_names(slot), copy=slot.in_place)
+        output = inner(*args, **kwargs)
+        signal = probe_signal(slot, capture, arguments, output)
+        self._reuse = self._context.decide(signal)
+        if not self._reuse and signal is not None:
+            self._entry.signal = self._context.storage.keep(signal)
+        return output
+
+    def _compute(
+        self, index: int, place: Place, segment: int, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        slot, absolute = place.slot, self._layout.absolute
+        arguments: dict[str, Any] = {}
+        if place.enters and not absolute:
+            arguments = bind(type(slot.module), args, kwargs)
+            self._bases[segment] = _Capture.of(arguments, _stream_names(slot), copy=slot.in_place)
+        output = inner(*args, **kwargs)
+        if place.enters and not absolute and self._bases[segment].overwritten(arguments):
+            slot.in_place = True
+            self._on_track = False
+            return output
+        if place.lands:
+            base = self._bases.pop(segment).values if segment in self._bases else {}
+            add_changes(self._entry, segment, slot, base, output, self._context)
+        add_passive(self._entry, index, place, output, absolute)
+        return output
+
+    def _answer(self, index: int, place: Place, segment: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = bind(type(place.slot.module), args, kwargs)
+        if place.enters:
+            self._landings[segment] = self._land(segment, arguments)
+        newest = self._context.history.newest
+        passive = None if newest is None else newest.passive.get(index)
+        parts: dict[Key, Any] = {} if passive is None else {key: frozen(part) for key, part in items(passive)}
+        for key, name in (place.slot.streams or {}).items():
+            parts[key] = arguments[name]
+        if place.lands:
+            parts.update(self._landings.pop(segment))
+        return parts[None] if passive is None else rebuild(passive, parts)
+
+    def _land(self, segment: int, arguments: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
+        """The predicted result of a segment. Made at its entry, before code in between can write into the input."""
+        newest = self._context.history.newest
+        landing: dict[Key, torch.Tensor] = {}
+        for place in () if newest is None else newest.values:
+            owner, key, name = place  # type: ignore[misc]
+            if owner != segment:
+                continue
+            base = None if name is None else arguments.get(name)
+            prediction = self._context.predict(place, base)
+            assert prediction is not None
+            if name is not None:
+                if base is None or base.shape != prediction.shape:
+                    raise StructureChangedError
+                prediction = base + prediction
+            landing[key] = prediction
+        if not landing:
+            raise StructureChangedError
+        return landing
+
+
+@dataclass
+class _Event:
+    """A traced block call: arguments where a segment may begin, result where one may end."""
+
+    slot: Slot
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    output: Any = None
+
+
+class TracePass:
+    """The first computed forward pass of a branch: learns streams, dataflow and order, and keeps what it computes."""
+
+    def __init__(self, site: StackSite, branch: str, context: PassContext) -> None:
+        self._site, self._branch, self._context = site, branch, context
+        self._taint = Taint(context.sources)
+        self._events: list[_Event] = []
+        self._latest: dict[str, _Event] = {}
+        self._entry = Entry(context.step)
+        self._probed = not site.spec.probe
+        self._after_probe = False
+        context.history.clear()
+        context.decide(None)
+
+    def surround(self) -> contextlib.AbstractContextManager[Any]:
+        return self._taint
+
+    def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = bind(type(slot.module), args, kwargs)
+        with self._taint.paused():
+            reached = {name for name, value in arguments.items() if self._taint.reaches(value)}
+            capture = _Capture.of(arguments, None, copy=True)
+        output = inner(*args, **kwargs)
+        with self._taint.paused():
+            self._record(slot, arguments, reached, capture, output)
+        return output
+
+    def finish(self) -> Entry | None:
+        layout = residual_layout([event.slot for event in self._events], self._site.spec.probe)
+        if not layout.segments:
+            return None
+        self._site.learn(self._branch, layout)
+        bases: dict[int, dict[str, torch.Tensor]] = {}
+        for index, (place, event) in enumerate(zip(layout.places, self._events, strict=True)):
+            if place.segment is None:
+                continue
+            if place.enters:
+                bases[place.segment] = event.before
+            if place.lands:
+                base = bases.pop(place.segment)
+                add_changes(self._entry, place.segment, place.slot, base, event.output, self._context)
+            if event.output is not None:
+                add_passive(self._entry, index, place, event.output, absolute=False)
+        return self._entry
+
+    def _record(
+        self, slot: Slot, arguments: dict[str, Any], reached: set[str], capture: _Capture, output: Any
+    ) -> None:
+        slot.streams = match_streams(slot.module, capture.values, output)
+        slot.reached = slot.reached or bool(reached)
+        slot.primary = next((key for key, name in slot.streams.items() if name in reached), None)
+        slot.in_place = slot.in_place or capture.overwritten(arguments)
+        event = _Event(slot)
+        previous = self._latest.get(slot.list_name)
+        goes_on = previous is not None and previous.slot.position < slot.position
+        if not goes_on or previous is not self._events[-1] or self._after_probe:
+            event.before = capture.values
+        if previous is not None and goes_on and set(floating_parts(previous.output)) <= set(previous.slot.streams or ()):
+            previous.output = kept_form(previous.output, previous.slot.streams or {}, storage_free=False)
+        event.output = frozen(output)
+        self._latest[slot.list_name] = event
+        self._events.append(event)
+        self._after_probe = False
+        if slot.carries_latents and not self._probed:
+            self._probed, self._after_probe = True, True
+            signal = probe_signal(slot, capture, {}, output)
+            self._entry.signal = None if signal is None else self._context.storage.keep(signal)
+
+
+def probe_signal(
+    slot: Slot, capture: _Capture, arguments: Mapping[str, Any], output: Any
+) -> torch.Tensor | None:
+    """What the gate compares: the residual of the probe's latent stream; a UNet block's output as it is.
+
+    None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
+    """
+    if not slot.streams:
+        return next((part.detach() for part in floating_parts(output).values()), None)
+    if not slot.in_place and arguments and capture.overwritten(arguments):
+        slot.in_place = True
+        return None
+    key = slot.primary if slot.primary in slot.streams else next(iter(slot.streams))
+    return dict(items(output))[key].detach() - capture.values[slot.streams[key]]
+
+
+def add_changes(
+    entry: Entry, segment: int, slot: Slot, base: Mapping[str, torch.Tensor], output: Any, context: PassContext
+) -> None:
+    """Keep what a segment did: result minus input where they match, else the result itself.
+
+    Places are (segment, output key, argument to add the change to or None).
+    """
+    streams = slot.streams or {}
+    for key, part in floating_parts(output).items():
+        name = streams.get(key)
+        before = base.get(name) if name is not None else None
+        if before is not None and before.shape == part.shape:
+            place: tuple[int, Key, str | None] = (segment, key, name)
+            entry.values[place] = context.storage.keep(part.detach() - before)
+        elif name is not None or not streams:
+            place = (segment, key, None)
+            entry.values[place] = context.storage.keep(part.detach().clone())
+        else:
+            continue
+        if key == slot.primary or len(streams) < 2:
+            entry.primary += (place,)
+
+
+def add_passive(entry: Entry, index: int, place: Place, output: Any, absolute: bool) -> None:
+    """Keep the form of a result and those parts that no stream continues."""
+    covered = dict(place.slot.streams or {})
+    if absolute and place.lands:
+        covered = dict.fromkeys(floating_parts(output), "")
+    kept = kept_form(output, covered, storage_free=absolute)
+    if kept is not None:
+        entry.passive[index] = kept
+
+
+def _stream_names(slot: Slot) -> set[str]:
+    return set((slot.streams or {}).values())

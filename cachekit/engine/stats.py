@@ -1,0 +1,206 @@
+"""One record per decision, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Decision:
+    """One denoiser call.
+
+    Attributes:
+        step: position in the executed schedule, from 0.
+        branch: guidance branch.
+        reused: False when the call was computed.
+        reason: why.
+        score: what the gate compared with its threshold, if it was asked.
+        syncs: values read back from the device for this call.
+    """
+
+    step: int
+    branch: str
+    reused: bool
+    reason: str
+    score: float | None = None
+    syncs: int = 0
+
+
+@dataclass
+class RunStats:
+    """All decisions of one run of one denoiser.
+
+    Attributes:
+        steps: number of scheduler steps; None on a bare denoiser.
+        source: "scheduler" or "timestep", whichever told the steps.
+        peak_bytes: most bytes held between two calls.
+        overhead_seconds: time spent in cachekit's own code, without the model's.
+    """
+
+    run: int
+    steps: int | None
+    source: str
+    decisions: list[Decision] = field(default_factory=list)
+    peak_bytes: int = 0
+    overhead_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> int:
+        return len(self.decisions)
+
+    @property
+    def reused(self) -> int:
+        """Calls in which work was skipped."""
+        return sum(decision.reused for decision in self.decisions)
+
+    @property
+    def computed(self) -> int:
+        return self.calls - self.reused
+
+    @property
+    def host_syncs(self) -> int:
+        return sum(decision.syncs for decision in self.decisions)
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(decision.branch for decision in self.decisions))
+
+    def of(self, branch: str) -> list[Decision]:
+        """Decisions of one branch in order."""
+        return [decision for decision in self.decisions if decision.branch == branch]
+
+    def computed_steps(self, branch: str | None = None) -> tuple[int, ...]:
+        """Steps that were computed, of one branch or of the first one."""
+        if not self.decisions:
+            return ()
+        name = branch or self.branches[0]
+        return tuple(decision.step for decision in self.of(name) if not decision.reused)
+
+
+@dataclass
+class DenoiserStats:
+    """What happened on one denoiser: the last run, and totals since the cache was enabled.
+
+    Attributes:
+        name: component name; "" for a bare module.
+        strategy: name of the strategy and its settings.
+        site: what is hooked.
+        last: the current or last run; None before the first call.
+        runs: number of runs so far.
+        bytes_held: bytes held right now.
+    """
+
+    name: str
+    strategy: str
+    site: str
+    last: RunStats | None
+    runs: int
+    total_calls: int
+    total_reused: int
+    bytes_held: int
+
+
+class Stats:
+    """Statistics of an enabled cache. `str()` is a table, `to_dict()` is JSON-ready."""
+
+    def __init__(self, denoisers: Iterable[DenoiserStats]) -> None:
+        self.denoisers = {item.name: item for item in denoisers}
+
+    def _last(self) -> list[RunStats]:
+        return [item.last for item in self.denoisers.values() if item.last is not None]
+
+    @property
+    def last(self) -> RunStats | None:
+        """The last run of the first denoiser that has one."""
+        return next(iter(self._last()), None)
+
+    @property
+    def calls(self) -> int:
+        """Denoiser calls of the last run, over all denoisers."""
+        return sum(run.calls for run in self._last())
+
+    @property
+    def computed(self) -> int:
+        return sum(run.computed for run in self._last())
+
+    @property
+    def reused(self) -> int:
+        return sum(run.reused for run in self._last())
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes held right now."""
+        return sum(item.bytes_held for item in self.denoisers.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held between two calls of the last run."""
+        return sum(run.peak_bytes for run in self._last())
+
+    @property
+    def host_syncs(self) -> int:
+        return sum(run.host_syncs for run in self._last())
+
+    @property
+    def overhead_seconds(self) -> float:
+        return sum(run.overhead_seconds for run in self._last())
+
+    @property
+    def magnitude_ratios(self) -> dict[str, list[float]]:
+        """Branch -> ratio of each step, measured by a run with `MagCacheConfig(calibrate=True)`.
+
+        With several denoisers in turn (Wan 2.2) the steps of a branch are joined in order.
+        """
+        pairs: dict[str, dict[int, float]] = {}
+        for run in self._last():
+            for decision in run.decisions:
+                if decision.reason == CALIBRATION_REASON:
+                    score = 1.0 if decision.score is None else decision.score
+                    pairs.setdefault(decision.branch, {})[decision.step] = score
+        return {branch: [steps[step] for step in sorted(steps)] for branch, steps in pairs.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain Python values."""
+        return {"denoisers": {name: asdict(item) for name, item in self.denoisers.items()}}
+
+    def __str__(self) -> str:
+        return "\n".join(_describe(item) for item in self.denoisers.values()) or "no cache enabled"
+
+
+CALIBRATION_REASON = "calibration"
+
+
+def _describe(item: DenoiserStats) -> str:
+    title = f"{item.name or 'denoiser'}: {item.strategy} on {item.site}"
+    run = item.last
+    if run is None:
+        return f"{title}\n  not called yet"
+    of_steps = "" if run.steps is None else f" of {run.steps} steps"
+    lines = [
+        f"{title}\n  run {item.runs}{of_steps}: {run.calls} calls, {run.computed} computed, {run.reused} reused, "
+        f"{format_bytes(item.bytes_held)} held (peak {format_bytes(run.peak_bytes)}), {run.host_syncs} host syncs, "
+        f"own time {run.overhead_seconds * 1e3:.1f} ms"
+    ]
+    for branch in run.branches:
+        strip = "".join("." if decision.reused else "#" for decision in run.of(branch))
+        lines.append(f"  {branch:<10} {strip}   (# computed, . reused)")
+    reasons: dict[tuple[bool, str], int] = {}
+    for decision in run.decisions:
+        key = decision.reused, decision.reason
+        reasons[key] = reasons.get(key, 0) + 1
+    for (reused, reason), count in sorted(reasons.items(), key=lambda pair: -pair[1]):
+        lines.append(f"  {count:>4} x {'reused' if reused else 'computed'}: {reason}")
+    lines.extend(f"  note: {note}" for note in run.notes)
+    return "\n".join(lines)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

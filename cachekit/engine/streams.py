@@ -1,0 +1,46 @@
+"""Which output of a block continues which of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cachekit.engine.binding import Key, is_floating, items
+from cachekit.engine.metadata import TransformerBlockRegistry
+
+
+def match_streams(block: nn.Module, arguments: Mapping[str, Any], output: Any) -> dict[Key, str]:
+    """Output key -> name of the argument that it continues; outputs without a partner are left out.
+
+    Blocks are residual, so an output resembles its input: among arguments of equal shape the one with the highest
+    cosine similarity is taken. An only candidate is taken as it is. What is registered for the class wins.
+    """
+    outputs = {key: value for key, value in items(output) if is_floating(value)}
+    metadata = TransformerBlockRegistry.find(type(block))
+    if metadata is not None:
+        named = metadata.streams()
+        if None in outputs:
+            named = {None: metadata.hidden_states_argument_name}  # type: ignore[dict-item]
+        return {key: name for key, name in named.items() if key in outputs and _alike(arguments.get(name), outputs[key])}
+    candidates = {name: value for name, value in arguments.items() if is_floating(value)}
+    pairs = [(key, name) for key, out in outputs.items() for name, value in candidates.items() if _alike(value, out)]
+    if len(outputs) == 1 and len(pairs) == 1:
+        return dict(pairs)
+    scored = sorted(pairs, key=lambda pair: -_cosine(outputs[pair[0]], candidates[pair[1]]))
+    streams: dict[Key, str] = {}
+    for key, name in scored:
+        if key not in streams and name not in streams.values():
+            streams[key] = name
+    return {key: streams[key] for key in outputs if key in streams}
+
+
+def _alike(value: Any, output: torch.Tensor) -> bool:
+    return is_floating(value) and value.shape == output.shape and value.ndim >= 2
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    similarity = torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)
+    return float(similarity.nan_to_num(-1.0))

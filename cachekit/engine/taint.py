@@ -1,0 +1,70 @@
+"""Follows the latents through one forward pass, to tell image streams from text refiners and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cachekit.engine.binding import tensors_in
+
+
+class Taint(TorchDispatchMode):
+    """While active, marks the storage of everything computed from `sources`; views and in-place writes included.
+
+    Storages are held weakly: no activation lives longer than it would without the trace.
+    """
+
+    def __init__(self, sources: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._paused = False
+        self._marked: dict[int, StorageWeakRef] = {}
+        for tensor in sources:
+            self._mark(tensor)
+
+    def reaches(self, value: Any) -> bool:
+        """True when any tensor in `value` depends on the sources."""
+        return any(self._is_marked(tensor) for tensor in tensors_in(value))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operations pass unobserved, for bookkeeping of our own."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self._paused and any(self._is_marked(tensor) for tensor in tensors_in((args, kwargs))):
+            for tensor in tensors_in(out):
+                self._mark(tensor)
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in tensors_in(value):
+                        self._mark(tensor)
+        return out
+
+    def _is_marked(self, tensor: torch.Tensor) -> bool:
+        storage = _storage(tensor)
+        reference = None if storage is None else self._marked.get(storage._cdata)
+        return reference is not None and not reference.expired()
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is not None:
+            self._marked[storage._cdata] = StorageWeakRef(storage)
+
+
+def _storage(tensor: torch.Tensor) -> Any | None:
+    """The storage, or None for tensor subclasses that have none of their own."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None

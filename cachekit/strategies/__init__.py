@@ -1,0 +1,26 @@
+"""One file per strategy: config + gate + predictor. Importing this package registers all of them."""
+
+from cachekit.strategies.base import (
+    CacheConfig,
+    Strategy,
+    find_strategy,
+    strategy,
+    strategy_names,
+    to_config,
+)
+from cachekit.strategies.first_block import FirstBlockCacheConfig
+from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
+from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
+
+__all__ = [
+    "FLUX_MAG_RATIOS",
+    "CacheConfig",
+    "FirstBlockCacheConfig",
+    "MagCacheConfig",
+    "Strategy",
+    "TaylorSeerCacheConfig",
+    "find_strategy",
+    "strategy",
+    "strategy_names",
+    "to_config",
+]

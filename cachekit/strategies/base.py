@@ -1,0 +1,151 @@
+"""Configs, and the registry by which a strategy makes itself known."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated
+from torch import nn
+
+from cachekit.engine.history import Storage
+from cachekit.engine.rules import Rule
+
+CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+
+
+@validated(config=CONFIG, kw_only=True, frozen=True)
+class CacheConfig:
+    """What all configs share.
+
+    Args:
+        cache_dtype: dtype in which results are kept; None keeps them as computed.
+        cache_device: device on which results are kept ("cpu" for host memory); None keeps them where they are.
+    """
+
+    cache_dtype: torch.dtype | None = Field(default=None, kw_only=True)
+    cache_device: torch.device | str | None = Field(default=None, kw_only=True)
+
+    @property
+    def storage(self) -> Storage:
+        """Where results are kept."""
+        return Storage(self.cache_dtype, None if self.cache_device is None else torch.device(self.cache_device))
+
+    def replaced(self, **fields: Any) -> Any:
+        """A validated copy with other values.
+
+        Raises:
+            ValueError: for an unknown field (with the nearest known one) or a bad value.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{type(self).__name__} has no field {name!r}{_nearest(name, known)}")
+        return dataclasses.replace(self, **fields)
+
+    def __str__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = {f.name: shown[f.name] for f in dataclasses.fields(self) if not _equal(shown[f.name], f.default)}
+        return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given.items())})"
+
+
+Builder = Callable[[Any, nn.Module], Rule]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A registered strategy.
+
+    Attributes:
+        name: short name for `enable_cache(target, name)`.
+        config_class: its config.
+        build: makes the rule for one denoiser.
+        lossless: True when the output equals the uncached one.
+        translate: makes our config from diffusers' config object of the same name.
+    """
+
+    name: str
+    config_class: type[CacheConfig]
+    build: Builder
+    lossless: bool = False
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+_strategies: dict[str, Strategy] = {}
+
+
+def strategy(
+    name: str,
+    config_class: type[CacheConfig],
+    lossless: bool = False,
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable[[Builder], Builder]:
+    """Register the decorated function `(config, denoiser) -> Rule` as a strategy."""
+
+    def register(build: Builder) -> Builder:
+        _strategies[name] = Strategy(name, config_class, build, lossless, translate)
+        return build
+
+    return register
+
+
+def strategy_names() -> list[str]:
+    """Names of all registered strategies."""
+    return sorted(_strategies)
+
+
+def find_strategy(config: CacheConfig) -> Strategy:
+    """The strategy of a config."""
+    return next(item for item in _strategies.values() if type(config) is item.config_class)
+
+
+def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
+    """A config from a config, a strategy name, or diffusers' config object of the same class name.
+
+    Raises:
+        ValueError: for an unknown name or field, or a bad value.
+        TypeError: for anything else.
+    """
+    if isinstance(config, CacheConfig):
+        return config.replaced(**overrides) if overrides else config  # type: ignore[no-any-return]
+    if isinstance(config, str):
+        if config not in _strategies:
+            raise ValueError(f"unknown strategy {config!r}{_nearest(config, strategy_names())}")
+        config_class = _strategies[config].config_class
+        known = [field.name for field in dataclasses.fields(config_class)]
+        for name in overrides:
+            if name not in known:
+                raise ValueError(f"{config_class.__name__} has no field {name!r}{_nearest(name, known)}")
+        return config_class(**overrides)
+    for item in _strategies.values():
+        foreign = type(config)
+        if foreign.__name__ == item.config_class.__name__ and foreign.__module__.startswith("diffusers."):
+            fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+            if item.translate is not None:
+                fields = item.translate(fields)
+            return item.config_class(**{**fields, **overrides})
+    raise TypeError(
+        f"cannot use {type(config).__name__} as a cache config; pass one of "
+        f"{', '.join(item.config_class.__name__ for item in _strategies.values())}, a name "
+        f"({', '.join(strategy_names())}), or diffusers' config of the same name"
+    )
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def _equal(value: Any, default: Any) -> bool:
+    default = getattr(default, "default", default)
+    return value is default or (not isinstance(value, (torch.Tensor, dict, tuple, list)) and value == default)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (tuple, list)) and len(value) > 4:
+        return f"<{len(value)} values>"
+    return f"{value!r}" if not isinstance(value, dict) else f"<{', '.join(map(str, value))}>"

@@ -1,0 +1,1 @@
+"""How the embedded pipelines were trained: ``python -m cachekit.zoo.train emoji-flux``."""

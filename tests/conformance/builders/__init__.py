@@ -1,0 +1,1 @@
+"""Input builders, one file per family of denoisers; each registers its cases when imported."""
