@@ -1,9 +1,10 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
+from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
-from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, UnsupportedModelError
+from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
@@ -20,9 +21,11 @@ __all__ = [
     "CacheConflictError",
     "CacheKitError",
     "CacheWarning",
+    "ConfigError",
     "FirstBlockCacheConfig",
     "Handle",
     "MagCacheConfig",
+    "MagnitudeRatios",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",
@@ -30,6 +33,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "cached",
+    "calibrate_magnitudes",
     "disable_cache",
     "enable_cache",
     "free",

@@ -42,7 +42,8 @@ class Handle:
     def report(self) -> str:
         """What was hooked on which denoiser."""
         return "\n".join(
-            f"{name or 'denoiser'}: {engine.label} on {engine.site.describe()}" for name, engine in self._engines.items()
+            f"{name or 'denoiser'}: {engine.label} on {engine.site.describe()}"
+            for name, engine in self._engines.items()
         )
 
     def update(self, **fields: Any) -> None:

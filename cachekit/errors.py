@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 
@@ -17,10 +18,20 @@ class CacheConflictError(CacheKitError):
     """Another cache, or another set of strategies, is in the way."""
 
 
+class ConfigError(CacheKitError, ValueError):
+    """A config has an unknown field or a bad value."""
+
+
 class CacheWarning(UserWarning):
     """Something did not work as a user would expect; the output is still right."""
 
 
 def warn(message: str) -> None:
-    """Issue a :class:`CacheWarning` that points outside of cachekit."""
-    warnings.warn(message, CacheWarning, stacklevel=3)
+    """Issue a :class:`CacheWarning` that points at the first caller outside of cachekit, diffusers and torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, CacheWarning, stacklevel=level)
+
+
+_INSIDE = ("cachekit", "diffusers", "torch", "accelerate", "contextlib")

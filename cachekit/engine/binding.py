@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import nn
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@lru_cache(maxsize=1024)
 def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional parameters of `module_class.forward`, without `self`."""
-    parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
+    return _names_of(module_class.forward)
+
+
+@lru_cache(maxsize=4096)
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
 
 
@@ -44,7 +48,8 @@ def items(output: Any) -> Iterator[tuple[Key, Any]]:
 def rebuild(template: Any, parts: Mapping[Key, Any]) -> Any:
     """A result of the same form as `template` with its parts replaced."""
     if isinstance(template, Mapping):
-        return type(template)({key: parts[key] for key in template})
+        form: Any = type(template)
+        return form({key: parts[key] for key in template})
     if isinstance(template, (tuple, list)):
         values = [parts[i] for i in range(len(template))]
         if hasattr(template, "_fields"):

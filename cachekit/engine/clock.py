@@ -209,7 +209,9 @@ def _offset_in(tensor: Any, timesteps: torch.Tensor) -> int | None:
     """Position of a tensor that is a view of one entry of `timesteps`."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != timesteps.dtype or tensor.device != timesteps.device:
         return None
-    if tensor.numel() == 0 or any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+    if tensor.numel() == 0 or any(
+        stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
         return None
     if tensor.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None

@@ -22,7 +22,7 @@ from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.rules import CAP_REASON, GateContext, Rule
 from cachekit.engine.session import Session, session_of
 from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError
-from cachekit.engine.stats import Decision, DenoiserStats, RunStats
+from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats, RunStats
 from cachekit.engine.weights import WeightWatch
 from cachekit.errors import UnsupportedModelError, warn
 
@@ -135,6 +135,10 @@ class DenoiserEngine:
     def module(self) -> nn.Module | None:
         """The denoiser without a `torch.compile` wrapper; None once it is gone."""
         return self._core()
+
+    def serves(self, module: Any) -> bool:
+        """True when `module` is this engine's denoiser, wrapped by `torch.compile` or not."""
+        return isinstance(module, nn.Module) and unwrap(module) is self.module
 
     def follow(self, pipeline: Any) -> None:
         """Take steps from the scheduler of `pipeline` when it is the one that runs."""
@@ -270,11 +274,16 @@ class DenoiserEngine:
             "no block stack carries the latents"
         )
         if self._strict:
-            raise UnsupportedModelError(f"{self.label}: {text}; disable_cache and register the block class, if it helps")
+            raise UnsupportedModelError(
+                f"{self.label}: {text}; disable_cache and register the block class, if it helps"
+            )
         self._note(call.run, text)
 
     def _decide(self, call: Call, signal: torch.Tensor | None) -> bool:
         history = call.state.history
+        if self.rule.observe is not None:
+            call.reason = CALIBRATION_REASON
+            return False
         objection = call.forced or self.rule.guards.objection(call.view, history, call.state.consecutive)
         call.reused, call.score = False, None
         if objection is None:
@@ -416,9 +425,7 @@ class DenoiserEngine:
         call.syncs += thread.syncs + run.book.comparer.take()
         thread.syncs = 0
         stats = run.stats
-        stats.decisions.append(
-            Decision(call.view.step, call.branch, call.reused, call.reason, call.score, call.syncs)
-        )
+        stats.decisions.append(Decision(call.view.step, call.branch, call.reused, call.reason, call.score, call.syncs))
         stats.overhead_seconds += call.own_seconds
         stats.peak_bytes = max(stats.peak_bytes, run.nbytes())
         with self._lock:
@@ -443,7 +450,9 @@ class DenoiserEngine:
         decisions = run.stats.decisions
         asked = [d for d in decisions if d.score is not None or d.reason == CAP_REASON]
         if not run.stats.reused and self.rule.observe is None:
-            few = f" With {run.stats.steps} steps there is little to reuse." if (run.stats.steps or 0) < FEW_STEPS else ""
+            few = (
+                f" With {run.stats.steps} steps there is little to reuse." if (run.stats.steps or 0) < FEW_STEPS else ""
+            )
             reasons = sorted({d.reason for d in decisions})
             self._note(run, f"enabled, but nothing was reused in the whole run ({'; '.join(reasons)}).{few}")
         elif asked and all(d.reused or d.reason == CAP_REASON for d in asked) and any(not d.reused for d in asked):

@@ -10,7 +10,18 @@ from torch import nn
 
 from cachekit.engine.binding import parameter_names
 
-_TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma", "sigmas", "time", "time_step", "noise_level", "timestep_r", "r")
+_TIMESTEP_NAMES = (
+    "timestep",
+    "timesteps",
+    "t",
+    "sigma",
+    "sigmas",
+    "time",
+    "time_step",
+    "noise_level",
+    "timestep_r",
+    "r",
+)
 _NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter", "vocoder", "safety_checker")
 _FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
 _STREAM_SUFFIX = "hidden_states"

@@ -24,6 +24,9 @@ class Storage:
         return tensor.detach().to(device=self.device, dtype=self.dtype or tensor.dtype)
 
 
+AS_COMPUTED = Storage()
+
+
 @dataclass
 class Entry:
     """One computed call.

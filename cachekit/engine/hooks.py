@@ -1,8 +1,8 @@
 """The single interception point: a wrapper in front of everything else that a module call runs.
 
-`torch.nn.Module.__call__` first looks at `_compiled_call_impl`. A wrapper stored there runs before forward hooks, before
-the `forward` that accelerate, diffusers' group offload or layerwise casting replace, and before a compiled forward, in
-whatever order they were enabled. torch drops the attribute when a module is copied or pickled, so copies are plain.
+`torch.nn.Module.__call__` first looks at `_compiled_call_impl`. A wrapper stored there runs before forward hooks,
+before the `forward` that accelerate, diffusers' group offload or layerwise casting replace, and before a compiled
+forward, in whatever order they were enabled. torch drops the attribute when a module is copied or pickled, so copies are plain.
 """
 
 from __future__ import annotations

@@ -87,5 +87,7 @@ class ModulesPass:
 def _filled(form: Any, predicted: dict[Any, torch.Tensor | None]) -> Any:
     if isinstance(form, torch.Tensor):
         return form.clone()
-    parts = {key: predicted.get(key, part) for key, part in (form.items() if isinstance(form, dict) else enumerate(form))}
+    parts = {
+        key: predicted.get(key, part) for key, part in (form.items() if isinstance(form, dict) else enumerate(form))
+    }
     return rebuild(form, {key: part.clone() if isinstance(part, torch.Tensor) else part for key, part in parts.items()})

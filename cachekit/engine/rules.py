@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cachekit.engine.clock import View
-from cachekit.engine.history import Entry, History, Storage
+from cachekit.engine.history import AS_COMPUTED, Entry, History, Storage
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,6 @@ class Rule:
     site: StackSpec | ModulesSpec
     gate: Gate
     predictor: Predictor
-    guards: Guards = Guards()
-    storage: Storage = Storage()
+    guards: Guards = field(default_factory=Guards)
+    storage: Storage = AS_COMPUTED
     observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None

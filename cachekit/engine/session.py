@@ -7,7 +7,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cachekit.engine.clock import SchedulerClock
-from cachekit.engine.discovery import unwrap
 from cachekit.errors import warn
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Session:
         """The pipeline has made a progress bar: a loop begins."""
         self._bar = weakref.ref(bar)
         for engine in self.engines:
-            if engine.name and unwrap(getattr(self.pipeline, engine.name, None)) is not engine.module:
+            if engine.name and not engine.serves(getattr(self.pipeline, engine.name, None)):
                 warn(
                     f"`{engine.name}` of {type(self.pipeline).__name__} was replaced after its cache was enabled; the "
                     f"new one runs uncached. Call disable_cache, then enable_cache on the pipeline again."

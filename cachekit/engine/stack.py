@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,14 @@ from cachekit.engine.rules import StackSpec
 from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
 from cachekit.engine.streams import match_streams
 from cachekit.engine.taint import Taint
+
+
+class Change(NamedTuple):
+    """What is kept of a segment: the change of one output; `argument` is what it is added to, None for nothing."""
+
+    segment: int
+    key: Key
+    argument: str | None
 
 
 class StackSite(Site):
@@ -176,17 +184,16 @@ class StackPass:
         newest = self._context.history.newest
         landing: dict[Key, torch.Tensor] = {}
         for place in () if newest is None else newest.values:
-            owner, key, name = place  # type: ignore[misc]
-            if owner != segment:
+            if not isinstance(place, Change) or place.segment != segment:
                 continue
-            base = None if name is None else arguments.get(name)
+            base = None if place.argument is None else arguments.get(place.argument)
             prediction = self._context.predict(place, base)
             assert prediction is not None
-            if name is not None:
+            if place.argument is not None:
                 if base is None or base.shape != prediction.shape:
                     raise StructureChangedError
                 prediction = base + prediction
-            landing[key] = prediction
+            landing[place.key] = prediction
         if not landing:
             raise StructureChangedError
         return landing
@@ -246,9 +253,7 @@ class TracePass:
                 add_passive(self._entry, index, place, event.output, absolute=False)
         return self._entry
 
-    def _record(
-        self, slot: Slot, arguments: dict[str, Any], reached: set[str], capture: _Capture, output: Any
-    ) -> None:
+    def _record(self, slot: Slot, arguments: dict[str, Any], reached: set[str], capture: _Capture, output: Any) -> None:
         slot.streams = match_streams(slot.module, capture.values, output)
         slot.reached = slot.reached or bool(reached)
         slot.primary = next((key for key, name in slot.streams.items() if name in reached), None)
@@ -258,7 +263,11 @@ class TracePass:
         goes_on = previous is not None and previous.slot.position < slot.position
         if not goes_on or previous is not self._events[-1] or self._after_probe:
             event.before = capture.values
-        if previous is not None and goes_on and set(floating_parts(previous.output)) <= set(previous.slot.streams or ()):
+        if (
+            previous is not None
+            and goes_on
+            and set(floating_parts(previous.output)) <= set(previous.slot.streams or ())
+        ):
             previous.output = kept_form(previous.output, previous.slot.streams or {}, storage_free=False)
         event.output = frozen(output)
         self._latest[slot.list_name] = event
@@ -270,9 +279,7 @@ class TracePass:
             self._entry.signal = None if signal is None else self._context.storage.keep(signal)
 
 
-def probe_signal(
-    slot: Slot, capture: _Capture, arguments: Mapping[str, Any], output: Any
-) -> torch.Tensor | None:
+def probe_signal(slot: Slot, capture: _Capture, arguments: Mapping[str, Any], output: Any) -> torch.Tensor | None:
     """What the gate compares: the residual of the probe's latent stream; a UNet block's output as it is.
 
     None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
@@ -283,25 +290,22 @@ def probe_signal(
         slot.in_place = True
         return None
     key = slot.primary if slot.primary in slot.streams else next(iter(slot.streams))
-    return dict(items(output))[key].detach() - capture.values[slot.streams[key]]
+    return floating_parts(output)[key].detach() - capture.values[slot.streams[key]]
 
 
 def add_changes(
     entry: Entry, segment: int, slot: Slot, base: Mapping[str, torch.Tensor], output: Any, context: PassContext
 ) -> None:
-    """Keep what a segment did: result minus input where they match, else the result itself.
-
-    Places are (segment, output key, argument to add the change to or None).
-    """
+    """Keep what a segment did: result minus input where they match, else the result itself."""
     streams = slot.streams or {}
     for key, part in floating_parts(output).items():
         name = streams.get(key)
         before = base.get(name) if name is not None else None
         if before is not None and before.shape == part.shape:
-            place: tuple[int, Key, str | None] = (segment, key, name)
+            place = Change(segment, key, name)
             entry.values[place] = context.storage.keep(part.detach() - before)
         elif name is not None or not streams:
-            place = (segment, key, None)
+            place = Change(segment, key, None)
             entry.values[place] = context.storage.keep(part.detach().clone())
         else:
             continue

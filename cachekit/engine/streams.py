@@ -24,7 +24,9 @@ def match_streams(block: nn.Module, arguments: Mapping[str, Any], output: Any) -
         named = metadata.streams()
         if None in outputs:
             named = {None: metadata.hidden_states_argument_name}  # type: ignore[dict-item]
-        return {key: name for key, name in named.items() if key in outputs and _alike(arguments.get(name), outputs[key])}
+        return {
+            key: name for key, name in named.items() if key in outputs and _alike(arguments.get(name), outputs[key])
+        }
     candidates = {name: value for name, value in arguments.items() if is_floating(value)}
     pairs = [(key, name) for key, out in outputs.items() for name, value in candidates.items() if _alike(value, out)]
     if len(outputs) == 1 and len(pairs) == 1:

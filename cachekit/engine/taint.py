@@ -20,7 +20,7 @@ class Taint(TorchDispatchMode):
     """
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._paused = False
         self._marked: dict[int, StorageWeakRef] = {}
         for tensor in sources:

@@ -4,21 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from torch import nn
+from typing_extensions import dataclass_transform
 
 from cachekit.engine.history import Storage
 from cachekit.engine.rules import Rule
+from cachekit.errors import ConfigError
 
-CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+
+T = TypeVar("T")
 
 
-@validated(config=CONFIG, kw_only=True, frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def config_class(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass that checks its values; errors name the field and what it accepts."""
+    made: Any = validated(config=_CONFIG, frozen=True)(cls)
+    check = made.__init__
+    positional = [field.name for field in dataclasses.fields(made) if not field.kw_only]
+
+    @functools.wraps(check)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(positional):
+            raise ConfigError(f"{cls.__name__} takes {len(positional)} positional values, got {len(args)}")
+        try:
+            check(self, **dict(zip(positional, args, strict=False)), **kwargs)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_explain(cls.__name__, made, item) for item in error.errors())) from None
+
+    made.__init__ = __init__
+    return made  # type: ignore[no-any-return]
+
+
+def _explain(owner: str, made: Any, item: Any) -> str:
+    """One line for one problem that pydantic found."""
+    name = str(item["loc"][0]) if item["loc"] else ""
+    if item["type"] == "unexpected_keyword_argument":
+        return f"{owner} has no field {name!r}{_nearest(name, [field.name for field in dataclasses.fields(made)])}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{owner}.{name}: {message}, got {item['input']!r}" if name else f"{owner}: {message}"
+
+
+@config_class
 class CacheConfig:
     """What all configs share.
 
@@ -41,11 +75,8 @@ class CacheConfig:
         Raises:
             ValueError: for an unknown field (with the nearest known one) or a bad value.
         """
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"{type(self).__name__} has no field {name!r}{_nearest(name, known)}")
-        return dataclasses.replace(self, **fields)
+        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(**{**kept, **fields})
 
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -115,12 +146,7 @@ def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
     if isinstance(config, str):
         if config not in _strategies:
             raise ValueError(f"unknown strategy {config!r}{_nearest(config, strategy_names())}")
-        config_class = _strategies[config].config_class
-        known = [field.name for field in dataclasses.fields(config_class)]
-        for name in overrides:
-            if name not in known:
-                raise ValueError(f"{config_class.__name__} has no field {name!r}{_nearest(name, known)}")
-        return config_class(**overrides)
+        return _strategies[config].config_class(**overrides)
     for item in _strategies.values():
         foreign = type(config)
         if foreign.__name__ == item.config_class.__name__ and foreign.__module__.startswith("diffusers."):

@@ -7,16 +7,15 @@ calibration and follows the content. It always pays for one block and for one va
 from __future__ import annotations
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
 from cachekit.engine.rules import Guards, Rule, StackSpec
-from cachekit.strategies.base import CONFIG, CacheConfig, strategy
+from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import DriftGate
 from cachekit.strategies.predictors import Reuse
 
 
-@validated(config=CONFIG, frozen=True)
+@config_class
 class FirstBlockCacheConfig(CacheConfig):
     """Config of First Block Cache.
 

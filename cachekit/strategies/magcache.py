@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
 from cachekit.engine.history import Entry
 from cachekit.engine.rules import GateContext, Guards, Rule, StackSpec, Verdict
 from cachekit.engine.stats import CALIBRATION_REASON
-from cachekit.strategies.base import CONFIG, CacheConfig, strategy
+from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import MagnitudeGate
 from cachekit.strategies.predictors import Reuse
 
@@ -52,7 +51,7 @@ def _sequence(curve: Any) -> Sequence[Any]:
 Ratios = Annotated[Any, BeforeValidator(_ratios)]
 
 
-@validated(config=CONFIG, frozen=True)
+@config_class
 class MagCacheConfig(CacheConfig):
     """Config of MagCache.
 
@@ -96,7 +95,9 @@ def magcache(config: MagCacheConfig, denoiser: nn.Module) -> Rule:
     if config.calibrate:
         return Rule(StackSpec(), _Listen(), Reuse(), Guards(warmup=0), observe=magnitude_ratio)
     gate = MagnitudeGate(config.mag_ratios, config.threshold, config.num_inference_steps)
-    guards = Guards(retention=config.retention_ratio, assumed=config.num_inference_steps, max_consecutive=config.max_skip_steps)
+    guards = Guards(
+        retention=config.retention_ratio, assumed=config.num_inference_steps, max_consecutive=config.max_skip_steps
+    )
     return Rule(StackSpec(), gate, Reuse(), guards, config.storage)
 
 

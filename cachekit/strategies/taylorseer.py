@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
 from cachekit.engine.history import Storage
 from cachekit.engine.rules import Guards, ModulesSpec, Rule, StackSpec
-from cachekit.strategies.base import CONFIG, CacheConfig, strategy
+from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import IntervalGate
 from cachekit.strategies.predictors import Taylor
 from cachekit.strategies.sites import attention_site, named_site
 
 
-@validated(config=CONFIG, frozen=True)
+@config_class
 class TaylorSeerCacheConfig(CacheConfig):
     """Config of TaylorSeer.
 

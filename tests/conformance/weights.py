@@ -10,7 +10,7 @@ from torch import nn
 
 # Random weights on top of a sinusoidal embedding jump from one timestep to the next, trained ones do not: keep the
 # part of the modulation that depends on the time small beside its constant part.
-TIME_EMBEDDING = re.compile(r"time|t_embed|distilled_guidance|cond_factory|conditioning_emb\.|mapper")
+TIME_EMBEDDING = re.compile(r"time|distilled_guidance|cond_factory|conditioning_emb\.|\b(t_embed|t_block|mapper)")
 TIME_GAIN = 0.4
 TIME_BIAS = 0.6
 

@@ -131,4 +131,4 @@ def with_statistics(vae: AutoencoderKL, pictures: torch.Tensor) -> AutoencoderKL
 def encode(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
     """Return the raw latents (posterior mean), shape (glyphs, views, 8, 16, 16)."""
     rows = [vae.encode(to_unit(views)).latent_dist.mode() for views in tqdm(pictures, desc="encoding", unit="glyph")]
-    return torch.stack(rows)
+    return torch.stack(rows).contiguous()

@@ -136,7 +136,7 @@ cosmos3_case = partial(
     timestep_name="vision_timesteps",
     supports_batch=False,
     batch_note="one sample is one packed sequence",
-    gain=0.6,
+    gain=0.8,
 )
 
 

@@ -1,0 +1,47 @@
+"""Results are written atomically: a reader sees the old file or the new one, never a part."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+
+def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Write one safetensors file.
+
+    Raises:
+        OSError: when the folder does not exist or cannot be written.
+    """
+    target = Path(path)
+    data = save(tensors, metadata)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it is no safetensors file.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"no file at {source}")
+    try:
+        with safe_open(source, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{source} is not a safetensors file: {error}") from None
