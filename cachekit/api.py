@@ -14,6 +14,7 @@ from cachekit.engine.denoiser import DenoiserEngine
 from cachekit.engine.discovery import find_block_lists, find_denoisers, find_unet, unwrap
 from cachekit.engine.modules_site import ModulesSite
 from cachekit.engine.rules import ModulesSpec, Rule
+from cachekit.engine.session import known_session
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
 from cachekit.engine.stats import Stats
@@ -56,9 +57,7 @@ class Handle:
             config = self._config.replaced(**fields)
             rules = {name: _rule(config, _alive(engine)) for name, engine in self._engines.items()}
             for name, engine in self._engines.items():
-                if type(rules[name].site) is not type(engine.rule.site) or (
-                    isinstance(rules[name].site, ModulesSpec) and rules[name].site != engine.rule.site
-                ):
+                if rules[name].site != engine.rule.site:
                     raise ValueError("this change needs other hooks; call disable() and enable_cache again")
             for name, engine in self._engines.items():
                 engine.update(rules[name], str(config))
@@ -72,10 +71,7 @@ class Handle:
         """Take the cache off; doing it twice is fine."""
         with _lock:
             for engine in self._engines.values():
-                module = engine.hooked
-                if module is not None and _engines.get(module) is engine:
-                    del _engines[module]
-                engine.remove()
+                _take_off(engine)
 
     def __enter__(self) -> Handle:
         return self
@@ -132,19 +128,20 @@ def enable_cache(
             _engines[module] = engines[name]
             if not isinstance(target, nn.Module):
                 engines[name].follow(target)
-        return Handle(engines, chosen)
+        handle = Handle(engines, chosen)
+        for engine in engines.values():
+            engine.roll_back = handle.disable
+        return handle
 
 
 def disable_cache(target: Any) -> None:
-    """Take the caches off a pipeline or a denoiser; output is bit-identical to uncached again. No cache is no error."""
+    """Take the caches off a pipeline or a denoiser; output is bit-identical to uncached again. No cache is no error.
+
+    A denoiser that the pipeline ran with but no longer has is freed of its cache too.
+    """
     with _lock:
-        for module in find_denoisers(target).values():
-            engine = _find(module)
-            if engine is not None:
-                hooked = engine.hooked
-                if hooked is not None:
-                    _engines.pop(hooked, None)
-                engine.remove()
+        for engine in _engines_of(target):
+            _take_off(engine)
 
 
 @contextmanager
@@ -164,21 +161,34 @@ def is_cache_enabled(target: Any) -> bool:
 
 def stats(target: Any) -> Stats:
     """Statistics of the last run of each cached denoiser of `target`; empty when no cache is enabled."""
-    found = (_find(module) for module in find_denoisers(target).values())
-    return Stats(engine.stats() for engine in found if engine is not None)
+    return Stats(engine.stats() for engine in _engines_of(target))
 
 
 def free(target: Any) -> None:
     """Let go of everything the caches of `target` hold; the caches stay enabled."""
-    for module in find_denoisers(target).values():
-        engine = _find(module)
-        if engine is not None:
-            engine.free()
+    for engine in _engines_of(target):
+        engine.free()
 
 
 def _find(module: nn.Module) -> DenoiserEngine | None:
     """The engine on a module, also when the module has been wrapped by `torch.compile` since."""
-    return _engines.get(module) or _engines.get(unwrap(module))
+    engine = _engines.get(module) or _engines.get(unwrap(module))
+    return None if engine is None or engine.removed else engine
+
+
+def _engines_of(target: Any) -> list[DenoiserEngine]:
+    """Engines on the denoisers of a target, and on those that its pipeline ran with but no longer has."""
+    found = [_find(module) for module in find_denoisers(target).values()]
+    session = None if isinstance(target, nn.Module) else known_session(target)
+    gone = [] if session is None else [engine for engine in session.engines if engine not in found]
+    return [engine for engine in (*found, *gone) if engine is not None]
+
+
+def _take_off(engine: DenoiserEngine) -> None:
+    module = engine.hooked
+    if module is not None and _engines.get(module) is engine:
+        del _engines[module]
+    engine.remove()
 
 
 def _alive(engine: DenoiserEngine) -> nn.Module:
@@ -224,7 +234,7 @@ def _site(module: nn.Module, rule: Rule) -> Site:
                 f"{compiled[0] or type(core).__name__} is compiled, so hooks on modules inside it never run; predict "
                 f"the block stack instead (use_lite_mode=True), or enable the cache without compiling"
             )
-        return ModulesSite(rule.site)
+        return ModulesSite(rule.site, core)
     unet = find_unet(core)
     if unet is not None:
         return StackSite(rule.site, unet.lists(), unet)

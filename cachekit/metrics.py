@@ -89,9 +89,7 @@ def _pair(a: Image, b: Image) -> tuple[torch.Tensor, torch.Tensor]:
     """Both images as float64 (B, C, H, W) on the CPU."""
     first, second = _images(a, "first"), _images(b, "second")
     if first.shape != second.shape:
-        raise ValueError(
-            f"the images have different shapes: {tuple(first.shape)} and {tuple(second.shape)} (B, C, H, W)"
-        )
+        raise ValueError(f"the images have different shapes: {tuple(first.shape)}, {tuple(second.shape)} (B, C, H, W)")
     return first, second
 
 
@@ -107,9 +105,7 @@ def _images(image: Image, which: str) -> torch.Tensor:
     else:
         raise ValueError(f"the {which} image is a {type(image).__name__}, expected a torch tensor or a NumPy array")
     if tensor.ndim not in (3, 4) or not tensor.numel():
-        raise ValueError(
-            f"the {which} image has shape {tuple(image.shape)}, expected three or four non-empty dimensions"
-        )
+        raise ValueError(f"the {which} image has shape {tuple(image.shape)}, expected 3 or 4 non-empty dimensions")
     if torch.isnan(tensor).any():
         raise ValueError(f"the {which} image holds NaN")
     low, high = float(tensor.min()), float(tensor.max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from cachekit.engine.weights import WeightWatch
 from cachekit.errors import UnsupportedModelError, warn
 
 FEW_STEPS = 8
+_TELLING_STEPS = 4
 
 
 @dataclass
@@ -51,6 +52,7 @@ class RunState:
     book: BranchBook = field(default_factory=BranchBook)
     branches: dict[str, BranchState] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    ended: bool = False
 
     def nbytes(self) -> int:
         return sum(state.history.nbytes() for state in self.branches.values())
@@ -119,6 +121,9 @@ class DenoiserEngine:
         self._last: RunStats | None = None
         self._runs = self._total_calls = self._total_reused = 0
         self._lock = threading.Lock()
+        self.roll_back: Callable[[], None] = self.remove
+        self.removed = False
+        self.notes: list[str] = []
         site.current = self._current_pass
         site.spend = self._spend
         self._root = Hook(module, self._handle)
@@ -159,6 +164,7 @@ class DenoiserEngine:
 
     def remove(self) -> None:
         """Take off all hooks and let go of everything."""
+        self.removed = True
         self.site.remove()
         self._root.remove()
         self.free()
@@ -177,6 +183,7 @@ class DenoiserEngine:
             self._total_calls,
             self._total_reused,
             held,
+            list(self.notes),
         )
 
     # one call
@@ -214,6 +221,7 @@ class DenoiserEngine:
             output = self._forward(call, timed, args, kwargs)
         except BaseException:
             call.state.forget()
+            call.run.ended = True
             self._thread().clock.abort()
             raise
         call.own_seconds += time.perf_counter() - started - spent
@@ -274,6 +282,7 @@ class DenoiserEngine:
             "no block stack carries the latents"
         )
         if self._strict:
+            self.roll_back()
             raise UnsupportedModelError(
                 f"{self.label}: {text}; disable_cache and register the block class, if it helps"
             )
@@ -313,7 +322,7 @@ class DenoiserEngine:
             state = run.branches[branch] = BranchState(History(self.rule.predictor.depth))
         sources = tuple(t for name in self._latents for t in tensors_in(arguments.get(name)) if t.is_floating_point())
         call = Call(run, view, branch, state, None, sources, syncs=run.book.comparer.take())
-        call.forced = self._obstacle(state, sources, match)
+        call.forced = _own_cache(arguments) or self._obstacle(state, sources, match)
         return call
 
     def _obstacle(self, state: BranchState, sources: Sequence[torch.Tensor], match: Match) -> str | None:
@@ -411,6 +420,8 @@ class DenoiserEngine:
         if run is None or run.stats.run != view.run or run.stats.source != view.source:
             if run is not None:
                 run.branches.clear()
+                if len(run.stats.computed_steps()) >= _TELLING_STEPS:
+                    self._end_of_run(run)
             for dead in [key for key in runs if key is not None and key.pipeline is None]:
                 del runs[dead]
             run = runs[session] = RunState(RunStats(view.run, view.steps, view.source))
@@ -434,19 +445,25 @@ class DenoiserEngine:
             self._total_reused += call.reused
         if call.view.is_last:
             call.state.forget()
-            self._end_of_run(call)
+            self._last_step(call)
         if self._progress:
             session = next((s for s, r in thread.runs.items() if r is run), None)
             if session is not None:
                 session.show(f"reused {stats.reused}/{stats.calls}")
 
-    def _end_of_run(self, call: Call) -> None:
-        run = call.run
-        for session, other in self._thread().runs.items():
-            if other is run and session is not None:
+    def _last_step(self, call: Call) -> None:
+        for session, run in list(self._thread().runs.items()):
+            if run is call.run and session is not None:
                 for engine in list(session.engines):
                     if engine is not self:
                         engine.leave(session, call.view.step)
+        self._end_of_run(call.run)
+
+    def _end_of_run(self, run: RunState) -> None:
+        """What has to be said about a whole run."""
+        if run.ended:
+            return
+        run.ended = True
         decisions = run.stats.decisions
         asked = [d for d in decisions if d.score is not None or d.reason == CAP_REASON]
         if not run.stats.reused and self.rule.observe is None:
@@ -464,12 +481,26 @@ class DenoiserEngine:
         if run is not None and all(decision.step < step for decision in run.stats.decisions[-1:]):
             for state in run.branches.values():
                 state.forget()
+            self._end_of_run(run)
 
     def _note(self, run: RunState, text: str) -> None:
         if text not in run.warned:
             run.warned.add(text)
             run.stats.notes.append(text)
             warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
+
+
+def _own_cache(arguments: dict[str, Any]) -> str | None:
+    """An objection when this call writes a key/value cache that the model keeps itself; such a call must run."""
+    caches = {name: value for name, value in arguments.items() if name.startswith("kv_cache") and value is not None}
+    modes = [value if isinstance(value, str) else getattr(value, "mode", None) for value in caches.values()]
+    fills = [value.get("is_cache_step") for value in caches.values() if isinstance(value, Mapping)]
+    if not caches or any(mode in _READING for mode in modes) or False in fills:
+        return None
+    return "the call fills the model's own key/value cache"
+
+
+_READING = ("cached", "read", "inject")
 
 
 class _ThreadState:

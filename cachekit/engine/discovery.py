@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from diffusers.models.attention import AttentionModuleMixin
 from torch import nn
 
 from cachekit.engine.binding import parameter_names
 
-_TIMESTEP_NAMES = (
-    "timestep",
-    "timesteps",
-    "t",
-    "sigma",
-    "sigmas",
-    "time",
-    "time_step",
-    "noise_level",
-    "timestep_r",
-    "r",
-)
+_TIME_LIKE = re.compile(r"t|r|sigmas?|noise_level|timestep_ratio|(.*_)?timesteps?|timestep_r|(.*_)?time")
 _NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter", "vocoder", "safety_checker")
 _FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
-_STREAM_SUFFIX = "hidden_states"
-_NOT_LATENTS = ("encoder", "control", "text", "image_embeds")
+_LATENTS = ("hidden_states", "sample", "x", "latents")
+_QUERY_LIKE = re.compile(r"(.*_)?(to_)?(q|qkv|query|wq)(_proj)?")
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ def is_denoiser(module: nn.Module) -> bool:
 
 def takes_timestep(module: nn.Module) -> bool:
     """True when `forward` has a timestep-like parameter."""
-    return any(name in _TIMESTEP_NAMES for name in parameter_names(type(module)))
+    return bool(timestep_names(module))
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -84,18 +75,26 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def latent_names(denoiser: nn.Module) -> tuple[str, ...]:
-    """Parameters that carry noisy latents: the first one, and further latent streams (audio next to video)."""
+    """Parameters that carry noisy latents: the image or video, and every stream with a time of its own.
+
+    A parameter `audio_timestep` says that `audio_hidden_states` is noisy too.
+    """
     names = parameter_names(type(denoiser))
-    more = [
-        name for name in names[1:] if name.endswith(_STREAM_SUFFIX) and not any(part in name for part in _NOT_LATENTS)
+    prefixes = [name.rpartition("_time")[0] for name in timestep_names(denoiser)]
+    paired = [
+        name
+        for name in names
+        for prefix in prefixes
+        if prefix and name in (prefix, f"{prefix}_tokens", f"{prefix}_hidden_states", f"{prefix}_latents")
     ]
-    return (*names[:1], *more)
+    first = [name for name in names if name in _LATENTS][:1] or ([] if paired else list(names[:1]))
+    return tuple(dict.fromkeys((*first, *paired)))
 
 
 def timestep_names(denoiser: nn.Module) -> tuple[str, ...]:
     """Parameters that say where the run is."""
     names = parameter_names(type(denoiser))
-    return tuple(name for name in names if name in _TIMESTEP_NAMES or name.endswith("timestep"))
+    return tuple(name for name in names if _TIME_LIKE.fullmatch(name))
 
 
 def find_block_lists(denoiser: nn.Module) -> list[BlockList]:
@@ -110,6 +109,8 @@ def find_unet(denoiser: nn.Module) -> UNetParts | None:
     """The halves of a UNet whose up path mirrors its down path, else None."""
     down, up = getattr(denoiser, "down_blocks", None), getattr(denoiser, "up_blocks", None)
     if not isinstance(down, nn.ModuleList) or not isinstance(up, nn.ModuleList) or len(down) != len(up) or len(up) < 2:
+        return None
+    if any(isinstance(block, nn.ModuleList) for block in (*down, *up)):
         return None
     middle = getattr(denoiser, "mid_block", None)
     return UNetParts(
@@ -131,10 +132,9 @@ def find_attention(denoiser: nn.Module) -> dict[str, nn.Module]:
 def _attends(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return False
-    projections = ("to_q", "to_qkv", "q_proj", "query", "qkv", "to_q_proj", "wq")
-    if any(isinstance(module._modules.get(name), nn.Module) for name in projections):
+    if isinstance(module, (nn.MultiheadAttention, AttentionModuleMixin)):
         return True
-    return isinstance(module, nn.MultiheadAttention)
+    return any(_QUERY_LIKE.fullmatch(name) for name in module._modules)
 
 
 def _lists_below(module: nn.Module, prefix: str) -> Iterator[BlockList]:

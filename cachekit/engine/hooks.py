@@ -2,7 +2,8 @@
 
 `torch.nn.Module.__call__` first looks at `_compiled_call_impl`. A wrapper stored there runs before forward hooks,
 before the `forward` that accelerate, diffusers' group offload or layerwise casting replace, and before a compiled
-forward, in whatever order they were enabled. torch drops the attribute when a module is copied or pickled, so copies are plain.
+forward, in whatever order they were enabled. torch drops the attribute when a module is copied or pickled, so copies
+are plain.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Hook:
     def in_place(self) -> bool:
         """False when a later `module.compile()` took the slot."""
         module = self._module()
-        return module is not None and module.__dict__.get(_SLOT) is self._wrapper
+        return module is not None and self._wrapper is not None and module.__dict__.get(_SLOT) is self._wrapper
 
     def ensure(self) -> None:
         """Take the outermost place again after a later `module.compile()`."""
-        if not self.in_place:
+        if self._wrapper is not None and not self.in_place:
             self._attach()
 
     def remove(self) -> None:

@@ -24,8 +24,9 @@ class Slot:
         list_name, position: where the block stands.
         streams: output key -> argument that it continues; None until traced.
         reached: True when its input depends on the latents.
-        primary: the output key of the latent stream.
+        carriers: the output keys of the streams that carry the latents.
         in_place: True when the block overwrites an argument.
+        restarts: True when its input is not what the block before it returned, but another tensor of that shape.
     """
 
     list_name: str
@@ -33,8 +34,9 @@ class Slot:
     module: nn.Module = field(repr=False)
     streams: dict[Key, str] | None = None
     reached: bool = False
-    primary: Key = None
+    carriers: tuple[Key, ...] = ()
     in_place: bool = False
+    restarts: bool = False
 
     @property
     def name(self) -> str:
@@ -123,7 +125,7 @@ def _end_of_pass(events: Sequence[Slot], start: int) -> int:
     last, position = start, events[start].position
     for i in range(start + 1, len(events)):
         if events[i].list_name == events[start].list_name:
-            if events[i].position <= position:
+            if events[i].position <= position or events[i].restarts:
                 break
             last, position = i, events[i].position
     return last

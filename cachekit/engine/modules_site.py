@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from cachekit.engine.binding import rebuild
 from cachekit.engine.history import Entry
@@ -17,20 +18,20 @@ from cachekit.engine.sites import PassContext, Site, floating_parts, kept_form
 class ModulesSite(Site):
     """Hooks the modules of a :class:`ModulesSpec`; slots are (path, whether it is zeroed)."""
 
-    def __init__(self, spec: ModulesSpec) -> None:
+    def __init__(self, spec: ModulesSpec, denoiser: nn.Module) -> None:
         super().__init__()
-        self.spec = spec
-        for path, module in spec.modules.items():
-            self.attach(module, (path, False))
-        for path, module in spec.zeroed.items():
-            self.attach(module, (path, True))
+        zeroed = f", {len(spec.zeroed)} zeroed" if spec.zeroed else ""
+        self._description = f"{len(spec.modules)} modules predicted{zeroed}"
+        for path in spec.modules:
+            self.attach(denoiser.get_submodule(path), (path, False))
+        for path in spec.zeroed:
+            self.attach(denoiser.get_submodule(path), (path, True))
 
     def begin(self, branch: str, context: PassContext) -> ModulesPass:
         return ModulesPass(context)
 
     def describe(self) -> str:
-        zeroed = f", {len(self.spec.zeroed)} zeroed" if self.spec.zeroed else ""
-        return f"{len(self.spec.modules)} modules predicted{zeroed}"
+        return self._description
 
 
 class ModulesPass:

@@ -31,13 +31,18 @@ def acquire(user: object) -> None:
             _replace(CacheMixin, "cache_context", _watched_context(CacheMixin.cache_context))
             _replace(DiffusionPipeline, "progress_bar", _watched_bar(DiffusionPipeline.progress_bar))
         _users.add(user)
+    weakref.finalize(user, _restore_if_unused)
 
 
 def release(user: object) -> None:
-    """Stop watching when no other user is left."""
+    """Stop watching when no other user is left. A user that is garbage-collected needs no release."""
+    _users.discard(user)
+    _restore_if_unused()
+
+
+def _restore_if_unused() -> None:
     with _lock:
-        _users.discard(user)
-        if not _users:
+        if not list(_users):
             for owner, name, original in _originals:
                 setattr(owner, name, original)
             _originals.clear()

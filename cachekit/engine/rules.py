@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from cachekit.engine.clock import View
 from cachekit.engine.history import AS_COMPUTED, Entry, History, Storage
@@ -111,12 +110,12 @@ class ModulesSpec:
     """Site: the outputs of single modules.
 
     Attributes:
-        modules: path -> module whose output is predicted.
-        zeroed: path -> module that returns zeros on reuse (its output does not matter then).
+        modules: paths of the modules whose output is predicted.
+        zeroed: paths of modules that return zeros on reuse (their output does not matter then).
     """
 
-    modules: dict[str, nn.Module]
-    zeroed: dict[str, nn.Module] = field(default_factory=dict)
+    modules: tuple[str, ...]
+    zeroed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

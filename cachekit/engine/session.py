@@ -39,10 +39,12 @@ class Session:
         self._bar = weakref.ref(bar)
         for engine in self.engines:
             if engine.name and not engine.serves(getattr(self.pipeline, engine.name, None)):
-                warn(
+                text = (
                     f"`{engine.name}` of {type(self.pipeline).__name__} was replaced after its cache was enabled; the "
                     f"new one runs uncached. Call disable_cache, then enable_cache on the pipeline again."
                 )
+                engine.notes[:] = [text]
+                warn(text)
 
     def show(self, text: str) -> None:
         """Write into the postfix of the pipeline's own progress bar."""

@@ -116,8 +116,8 @@ class Site:
         self.hooks.append(Hook(module, handler))
 
     def remove(self) -> None:
-        """Take all hooks off."""
-        for hook in self.hooks:
+        """Take all hooks off and let go of the modules."""
+        for hook in reversed(self.hooks):
             hook.remove()
         self.hooks.clear()
 

@@ -17,8 +17,10 @@ from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import Layout, Place, Slot, residual_layout, unet_layout
 from cachekit.engine.rules import StackSpec
 from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
-from cachekit.engine.streams import match_streams
+from cachekit.engine.streams import cosine, match_streams
 from cachekit.engine.taint import Taint
+
+_UNRELATED = 0.5
 
 
 class Change(NamedTuple):
@@ -36,12 +38,19 @@ class StackSite(Site):
         super().__init__()
         self.spec = spec
         self.is_unet = unet is not None
-        self._lists = lists
+        self._description = ", ".join(f"{item.name} ({len(item.blocks)})" for item in lists)
         self._layouts: dict[str, Layout] = {}
-        self._slots = [Slot(item.name, i, block) for item in lists for i, block in enumerate(item.blocks)]
-        self._fixed = None if unet is None else unet_layout(self._slots, unet)
-        for slot in self._slots:
+        slots: dict[int, Slot] = {}
+        for item in lists:
+            for i, block in enumerate(item.blocks):
+                slots.setdefault(id(block), Slot(item.name, i, block))
+        self._fixed = None if unet is None else unet_layout(list(slots.values()), unet)
+        for slot in slots.values():
             self.attach(slot.module, slot)
+
+    def remove(self) -> None:
+        super().remove()
+        self._layouts, self._fixed = {}, None
 
     def begin(self, branch: str, context: PassContext) -> TracePass | StackPass:
         layout = self.layout(branch)
@@ -64,31 +73,37 @@ class StackSite(Site):
         self.learn(branch, None)
 
     def describe(self) -> str:
-        return ", ".join(f"{item.name} ({len(item.blocks)})" for item in self._lists)
+        return self._description
 
 
 @dataclass
 class _Capture:
-    """Tensors of a call as they were before it, and whether they still are."""
+    """Tensors of a call as they were before it: copies, or the tensors themselves with their in-place counters."""
 
     values: dict[str, torch.Tensor]
-    versions: dict[str, int | None]
+    originals: dict[str, tuple[torch.Tensor, int | None]]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], names: set[str] | None, copy: bool) -> _Capture:
         kept = {
             name: value for name, value in arguments.items() if is_floating(value) and (names is None or name in names)
         }
-        versions = {name: version_of(value) for name, value in kept.items()}
+        originals = {name: (value.detach(), version_of(value)) for name, value in kept.items()}
         values = {
-            name: value.detach().clone() if copy or versions[name] is None else value.detach()
-            for name, value in kept.items()
+            name: value.clone() if copy or version is None else value for name, (value, version) in originals.items()
         }
-        return cls(values, versions)
+        return cls(values, originals)
 
-    def overwritten(self, arguments: Mapping[str, Any]) -> bool:
-        """True when the call wrote into a captured argument."""
-        return any(version_of(arguments[name]) != version for name, version in self.versions.items())
+    def touched(self) -> bool:
+        """True when somebody has written into a captured tensor since."""
+        return any(version_of(value) != version for value, version in self.originals.values())
+
+    def overwritten(self) -> bool:
+        """True when the captured values are lost: the tensor was written into, and it is not a copy."""
+        return any(
+            self.values[name] is value and version_of(value) != version
+            for name, (value, version) in self.originals.items()
+        )
 
 
 class StackPass:
@@ -141,7 +156,7 @@ class StackPass:
         arguments = bind(type(slot.module), args, kwargs)
         capture = _Capture.of(arguments, _stream_names(slot), copy=slot.in_place)
         output = inner(*args, **kwargs)
-        signal = probe_signal(slot, capture, arguments, output)
+        signal = probe_signal(slot, capture, output)
         self._reuse = self._context.decide(signal)
         if not self._reuse and signal is not None:
             self._entry.signal = self._context.storage.keep(signal)
@@ -151,20 +166,22 @@ class StackPass:
         self, index: int, place: Place, segment: int, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         slot, absolute = place.slot, self._layout.absolute
-        arguments: dict[str, Any] = {}
         if place.enters and not absolute:
             arguments = bind(type(slot.module), args, kwargs)
             self._bases[segment] = _Capture.of(arguments, _stream_names(slot), copy=slot.in_place)
         output = inner(*args, **kwargs)
-        if place.enters and not absolute and self._bases[segment].overwritten(arguments):
-            slot.in_place = True
-            self._on_track = False
-            return output
         if place.lands:
-            base = self._bases.pop(segment).values if segment in self._bases else {}
-            add_changes(self._entry, segment, slot, base, output, self._context)
+            base = self._bases.pop(segment, None)
+            if base is not None and base.overwritten():
+                self._entering(segment).in_place = True
+                self._on_track = False
+                return output
+            add_changes(self._entry, segment, slot, {} if base is None else base.values, output, self._context)
         add_passive(self._entry, index, place, output, absolute)
         return output
+
+    def _entering(self, segment: int) -> Slot:
+        return next(place.slot for place in self._layout.places if place.segment == segment and place.enters)
 
     def _answer(self, index: int, place: Place, segment: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = bind(type(place.slot.module), args, kwargs)
@@ -226,14 +243,15 @@ class TracePass:
         return self._taint
 
     def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = bind(type(slot.module), args, kwargs)
-        with self._taint.paused():
+        with self._taint.suspended():
+            arguments = bind(type(slot.module), args, kwargs)
             reached = {name for name, value in arguments.items() if self._taint.reaches(value)}
             capture = _Capture.of(arguments, None, copy=True)
-        output = inner(*args, **kwargs)
-        with self._taint.paused():
-            self._record(slot, arguments, reached, capture, output)
-        return output
+            output = inner(*args, **kwargs)
+            if reached:
+                self._taint.mark(output)
+            self._record(slot, reached, capture, output)
+            return output
 
     def finish(self) -> Entry | None:
         layout = residual_layout([event.slot for event in self._events], self._site.spec.probe)
@@ -253,15 +271,17 @@ class TracePass:
                 add_passive(self._entry, index, place, event.output, absolute=False)
         return self._entry
 
-    def _record(self, slot: Slot, arguments: dict[str, Any], reached: set[str], capture: _Capture, output: Any) -> None:
+    def _record(self, slot: Slot, reached: set[str], capture: _Capture, output: Any) -> None:
         slot.streams = match_streams(slot.module, capture.values, output)
         slot.reached = slot.reached or bool(reached)
-        slot.primary = next((key for key, name in slot.streams.items() if name in reached), None)
-        slot.in_place = slot.in_place or capture.overwritten(arguments)
+        slot.carriers = tuple(key for key, name in slot.streams.items() if name in reached)
+        slot.in_place = slot.in_place or capture.touched()
         event = _Event(slot)
         previous = self._latest.get(slot.list_name)
         goes_on = previous is not None and previous.slot.position < slot.position
-        if not goes_on or previous is not self._events[-1] or self._after_probe:
+        if goes_on and previous is self._events[-1]:
+            slot.restarts = _restarts(slot, capture, previous.output)
+        if not goes_on or slot.restarts or previous is not self._events[-1] or self._after_probe:
             event.before = capture.values
         if (
             previous is not None
@@ -275,22 +295,30 @@ class TracePass:
         self._after_probe = False
         if slot.carries_latents and not self._probed:
             self._probed, self._after_probe = True, True
-            signal = probe_signal(slot, capture, {}, output)
+            signal = probe_signal(slot, capture, output)
             self._entry.signal = None if signal is None else self._context.storage.keep(signal)
 
 
-def probe_signal(slot: Slot, capture: _Capture, arguments: Mapping[str, Any], output: Any) -> torch.Tensor | None:
+def probe_signal(slot: Slot, capture: _Capture, output: Any) -> torch.Tensor | None:
     """What the gate compares: the residual of the probe's latent stream; a UNet block's output as it is.
 
     None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
     """
     if not slot.streams:
         return next((part.detach() for part in floating_parts(output).values()), None)
-    if not slot.in_place and arguments and capture.overwritten(arguments):
+    if capture.overwritten():
         slot.in_place = True
         return None
-    key = slot.primary if slot.primary in slot.streams else next(iter(slot.streams))
-    return floating_parts(output)[key].detach() - capture.values[slot.streams[key]]
+    parts = floating_parts(output)
+    residuals = [parts[key].detach() - capture.values[slot.streams[key]] for key in slot.carriers or slot.streams]
+    return residuals[0] if len(residuals) == 1 else torch.cat([residual.flatten() for residual in residuals])
+
+
+def _restarts(slot: Slot, capture: _Capture, before: Any) -> bool:
+    """True when a block's latent input has little to do with what the block before it returned."""
+    parts, streams = floating_parts(before), slot.streams or {}
+    pairs = [(parts[key], capture.values[streams[key]]) for key in slot.carriers if key in parts]
+    return any(a.shape == b.shape and cosine(a, b) < _UNRELATED for a, b in pairs)
 
 
 def add_changes(
@@ -309,7 +337,7 @@ def add_changes(
             entry.values[place] = context.storage.keep(part.detach().clone())
         else:
             continue
-        if key == slot.primary or len(streams) < 2:
+        if key in slot.carriers or len(streams) < 2:
             entry.primary += (place,)
 
 

@@ -91,6 +91,7 @@ class DenoiserStats:
         last: the current or last run; None before the first call.
         runs: number of runs so far.
         bytes_held: bytes held right now.
+        notes: what is wrong with this cache as such, such as a denoiser that was replaced.
     """
 
     name: str
@@ -101,6 +102,7 @@ class DenoiserStats:
     total_calls: int
     total_reused: int
     bytes_held: int
+    notes: list[str] = field(default_factory=list)
 
 
 class Stats:
@@ -176,8 +178,9 @@ CALIBRATION_REASON = "calibration"
 def _describe(item: DenoiserStats) -> str:
     title = f"{item.name or 'denoiser'}: {item.strategy} on {item.site}"
     run = item.last
+    notes = [f"  note: {note}" for note in item.notes]
     if run is None:
-        return f"{title}\n  not called yet"
+        return "\n".join([title, "  not called yet", *notes])
     of_steps = "" if run.steps is None else f" of {run.steps} steps"
     lines = [
         f"{title}\n  run {item.runs}{of_steps}: {run.calls} calls, {run.computed} computed, {run.reused} reused, "
@@ -194,7 +197,7 @@ def _describe(item: DenoiserStats) -> str:
     for (reused, reason), count in sorted(reasons.items(), key=lambda pair: -pair[1]):
         lines.append(f"  {count:>4} x {'reused' if reused else 'computed'}: {reason}")
     lines.extend(f"  note: {note}" for note in run.notes)
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes])
 
 
 def format_bytes(count: float) -> str:

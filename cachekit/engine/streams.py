@@ -31,7 +31,7 @@ def match_streams(block: nn.Module, arguments: Mapping[str, Any], output: Any) -
     pairs = [(key, name) for key, out in outputs.items() for name, value in candidates.items() if _alike(value, out)]
     if len(outputs) == 1 and len(pairs) == 1:
         return dict(pairs)
-    scored = sorted(pairs, key=lambda pair: -_cosine(outputs[pair[0]], candidates[pair[1]]))
+    scored = sorted(pairs, key=lambda pair: -cosine(outputs[pair[0]], candidates[pair[1]]))
     streams: dict[Key, str] = {}
     for key, name in scored:
         if key not in streams and name not in streams.values():
@@ -43,6 +43,7 @@ def _alike(value: Any, output: torch.Tensor) -> bool:
     return is_floating(value) and value.shape == output.shape and value.ndim >= 2
 
 
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Cosine similarity of two tensors of equal shape; -1 where it is not a number."""
     similarity = torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)
     return float(similarity.nan_to_num(-1.0))

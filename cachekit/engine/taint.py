@@ -16,14 +16,33 @@ from cachekit.engine.binding import tensors_in
 class Taint(TorchDispatchMode):
     """While active, marks the storage of everything computed from `sources`; views and in-place writes included.
 
-    Storages are held weakly: no activation lives longer than it would without the trace.
+    Blocks run outside of it (:meth:`suspended`) and are followed as a whole, so that what is compiled inside them is
+    left alone. Storages are held weakly: no activation lives longer than it would without the trace.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._paused = False
         self._marked: dict[int, StorageWeakRef] = {}
-        for tensor in sources:
+        self.mark(tuple(sources))
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Step out of the mode."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def mark(self, value: Any) -> None:
+        """Say that all tensors in `value` depend on the sources."""
+        for tensor in tensors_in(value):
             self._mark(tensor)
 
     def reaches(self, value: Any) -> bool:
@@ -42,13 +61,12 @@ class Taint(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not self._paused and any(self._is_marked(tensor) for tensor in tensors_in((args, kwargs))):
-            for tensor in tensors_in(out):
-                self._mark(tensor)
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        if any(self._is_marked(tensor) for tensor in tensors_in((args, kwargs))):
+            self.mark(out)
+            schema = getattr(func, "_schema", None)
+            for argument, value in zip(schema.arguments if schema else (), args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tensors_in(value):
-                        self._mark(tensor)
+                    self.mark(value)
         return out
 
     def _is_marked(self, tensor: torch.Tensor) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import T5TokenizerFast
+from transformers import PreTrainedTokenizerFast, T5TokenizerFast
+
+__all__ = ["PreTrainedTokenizerFast", "ShortT5Tokenizer"]  # diffusers looks the base class up beside a custom class
 
 
 class ShortT5Tokenizer(T5TokenizerFast):  # type: ignore[misc]

@@ -96,7 +96,7 @@ class Case:
         uses_timestep, uses_conditioning: whether the output depends on them; a few classes ignore one.
         has_sizes: whether `size=1` gives another latent size.
         prepare: a last touch to the built model.
-        gain: scale of the random matrices, lowered where depth makes activations explode.
+        gain: scale of the random matrices, lowered where full strength makes the output jump between steps.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Case:
         moved = self.latents(kwargs, alpha)
         for name in (self.timestep_name, *self.more_times):
             # The sign keeps zeros (clean tokens) at zero, so that this can be applied again and again.
-            moved[name] = _map(lambda old: (old.sign() * torch.as_tensor(timestep)).to(old.dtype), kwargs[name])
+            moved[name] = _map(lambda old, _: (old.sign() * torch.as_tensor(timestep)).to(old.dtype), kwargs[name])
         return moved
 
     def latents(self, kwargs: Inputs, alpha: float) -> Inputs:
@@ -156,18 +156,15 @@ class Case:
             moved[name] = _map(functools.partial(self._between, name, alpha), kwargs[name])
         return moved
 
-    def _between(self, name: str, alpha: float, old: Tensor) -> Tensor:
-        start, end = (self._sample_wise(name, end, old) for end in ("start", "end"))
+    def _between(self, name: str, alpha: float, old: Tensor, place: tuple[int, ...]) -> Tensor:
+        start, end = (self._rows(name, end, old, place) for end in ("start", "end"))
         return (1 - alpha) * start + alpha * end
 
-    def _sample_wise(self, name: str, end: str, old: Tensor) -> Tensor:
-        """Sample i does not depend on the batch size, so that a batched call sees the samples of single calls."""
-        if not self.supports_batch or name in self.joined:
-            generator = torch.Generator().manual_seed(seed_of(self.name, name, end, tuple(old.shape)))
-            return torch.randn(old.shape, generator=generator)
+    def _rows(self, name: str, end: str, old: Tensor, place: tuple[int, ...]) -> Tensor:
+        """Noise like `old`, row by row: a sample does not depend on the batch size, nor a tensor on its neighbours."""
         rows = []
-        for sample in range(old.shape[0]):
-            generator = torch.Generator().manual_seed(seed_of(self.name, name, end, sample))
+        for row in range(old.shape[0]):
+            generator = torch.Generator().manual_seed(seed_of(self.name, name, end, place, row))
             rows.append(torch.randn(old.shape[1:], generator=generator))
         return torch.stack(rows)
 
@@ -181,10 +178,11 @@ class Case:
         return tensors[0] if len(tensors) == 1 else torch.cat([value.flatten(1) for value in tensors], dim=1)
 
 
-def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map(function: Callable[[Tensor, tuple[int, ...]], Tensor], value: Any, place: tuple[int, ...] = ()) -> Any:
+    """Apply `function(tensor, place)` to every tensor of a nested list."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_map(function, item) for item in value)
-    return function(value)
+        return type(value)(_map(function, item, (*place, index)) for index, item in enumerate(value))
+    return function(value, place)
 
 
 REGISTRY: dict[str, Case] = {}
@@ -200,8 +198,8 @@ def case(
 ) -> Callable[[Callable[[Draw], Inputs]], Callable[[Draw], Inputs]]:
     """Register the decorated input builder as a case of the class called `cls`.
 
-    Classes and constructor arguments come and go between diffusers versions: a case whose class is not installed is
-    left out, and the coverage test says so if the class is there under another name.
+    A case whose class is not installed (another version of diffusers) is left out; a class that has got another name
+    then fails the coverage test.
     """
 
     def register(make: Callable[[Draw], Inputs]) -> Callable[[Draw], Inputs]:

@@ -43,10 +43,7 @@ def _predicts_from_time(cls: type[nn.Module]) -> bool:
 
 def _returns_a_sample_of_its_own(cls: type[nn.Module]) -> bool:
     """Whether the output class is defined beside `cls` and has a `sample`: a denoiser, not hints for one."""
-    returns = inspect.signature(cls.forward).return_annotation
-    scope = vars(importlib.import_module(cls.__module__))
-    if isinstance(returns, str):
-        returns = eval(returns, scope)
+    returns = inspect.signature(cls.forward, eval_str=True).return_annotation
     options = typing.get_args(returns) or (returns,)
     return any(
         getattr(option, "__module__", None) == cls.__module__ and "sample" in getattr(option, "__annotations__", {})

@@ -94,6 +94,18 @@ def chroma(d: Draw) -> Inputs:
     return {**kwargs, "attention_mask": d.ones(tokens, dtype=torch.bool)}
 
 
+@case("chroma-control", "ChromaTransformer2DModel", CHROMA, times=UNIT, unbatched=IDS)
+def chroma_control(d: Draw) -> Inputs:
+    """Hints are written into the outputs of the single-stream blocks in place."""
+    kwargs = chroma(d)
+    tokens = kwargs["hidden_states"].shape[1]
+    return {
+        **kwargs,
+        "controlnet_block_samples": [d.cond(tokens, DIM) * 0.3 for _ in range(3)],
+        "controlnet_single_block_samples": [d.cond(tokens, DIM) * 0.3 for _ in range(2)],
+    }
+
+
 LONGCAT = {**FLUX, "pooled_projection_dim": 24}
 case("longcat-image", "LongCatImageTransformer2DModel", LONGCAT, times=UNIT, unbatched=IDS)(packed)
 

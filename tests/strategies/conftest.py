@@ -1,0 +1,26 @@
+"""Every test here runs on one thread and must not leave anything behind on diffusers' classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cachekit.engine import observers
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def forget_leftovers() -> Iterator[None]:
+    """A failed test must not spoil the next: whatever is still enabled is let go."""
+    yield
+    for engine in list(observers._users):
+        engine.remove()
