@@ -216,9 +216,9 @@ def _engine(
 
 def _site(module: nn.Module, rule: Rule) -> Site:
     core = unwrap(module)
-    if core is not module:
+    if core is not module or core._compiled_call_impl is not None:
         raise UnsupportedModelError(
-            f"{type(core).__name__} is wrapped by torch.compile as a whole, so its blocks can no longer be skipped; "
+            f"{type(core).__name__} is compiled as a whole, so its blocks can no longer be skipped; "
             f"compile its blocks instead: model.compile_repeated_blocks()"
         )
     if isinstance(rule.site, ModulesSpec):

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,18 @@ class UserError(Exception):
 class OneLineErrors(TyperGroup):
     """Prints what is wrong with the input in one line and exits with code 2."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run the command line; see :class:`OneLineErrors`."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
         try:
-            code = super().main(*args, standalone_mode=False, **kwargs)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except UserError as error:
             code = _complain(str(error))
         except typer.Abort:
@@ -39,6 +46,8 @@ class OneLineErrors(TyperGroup):
             if message is None:
                 raise
             code = _complain(f"{message().rstrip('.')}; see cachekit --help")
+        if not standalone_mode:
+            return code
         sys.exit(code if isinstance(code, int) else 0)
 
 

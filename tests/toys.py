@@ -179,10 +179,7 @@ class ToyPipeline(DiffusionPipeline):
                 calls = conditions(index) if callable(conditions) else conditions
                 noise = [self._denoise(model, x, t, style, call, names[i : i + 1]) for i, call in enumerate(calls)]
                 direction = sum(noise) / len(noise)
-                if advance:
-                    x = self._advance(direction, t, x, generator)
-                else:
-                    x = x - direction / 8
+                x = self._advance(direction, t, x, generator) if advance else x - direction / 8
                 if callback is not None:
                     callback(self, index)
         return x

@@ -166,6 +166,12 @@ class BareClock:
             self._advance(value)
         return View(self.run, self.step, None, "timestep", timestep=value)
 
+    def take_over(self, value: float | None, seen: set[str]) -> int:
+        """Go on from the first step of a run whose scheduler turned out to stand still; returns the run's number."""
+        self._begin(value)
+        self._seen = seen
+        return self.run
+
     def saw(self, branch: str) -> None:
         """Record that `branch` was called in the current step."""
         self._seen.add(branch)
@@ -188,7 +194,10 @@ def calling_pipeline() -> Any | None:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__call__" and frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals.get("self")
+            names = frame.f_locals
+            owner = names.get("self")
+            if sys.version_info < (3, 13):
+                names.clear()  # the snapshot would keep the caller's tensors alive until it returns
             if hasattr(owner, "scheduler") and hasattr(owner, "components"):
                 return owner
         frame = frame.f_back  # type: ignore[assignment]

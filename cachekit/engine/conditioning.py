@@ -7,6 +7,7 @@ old one, is noticed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,16 @@ class Comparer:
                 difference.changed.add(name)
         return difference
 
+    def strengths(self, conditioning: Conditioning, names: set[str]) -> dict[str, float]:
+        """Norms of some tensors, read back together."""
+        leaves = {name: conditioning.leaves[name] for name in sorted(names) if name in conditioning.leaves}
+        tensors = {name: leaf.tensor for name, leaf in leaves.items() if isinstance(leaf, TensorLeaf)}
+        if not tensors:
+            return {}
+        self.syncs += 1
+        norms = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in tensors.values()])
+        return dict(zip(tensors, norms.tolist(), strict=True))
+
     def _same_values(self, before: TensorLeaf, after: TensorLeaf) -> bool:
         if before.overwritten():
             return False
@@ -141,6 +152,11 @@ class Branch:
     timestep: Any = None
     dynamic: set[str] = field(default_factory=set)
     streaks: dict[str, int] = field(default_factory=dict)
+    strengths: dict[str, float] = field(default_factory=dict)
+
+    def let_go(self) -> None:
+        """Keep no tensor alive."""
+        self.conditioning, self.timestep = Conditioning({}), None
 
 
 @dataclass
@@ -155,6 +171,7 @@ class Match:
 _ORDINALS = ("cond", "uncond")
 _DYNAMIC_AFTER = 2
 _MOST_BRANCHES = 6
+_JUMP = 4.0
 
 
 @dataclass
@@ -175,12 +192,28 @@ class BranchBook:
         if step != self._step:
             self._step, self._called = step, []
 
+    def last_step(self) -> None:
+        """Keep nothing of branches that were called in this last step, or no longer in the step before."""
+        for branch in self.branches:
+            if branch in self._called or branch.step < self._step - 1:
+                branch.let_go()
+
+    def let_go(self) -> None:
+        """Keep no tensor alive."""
+        for branch in self.branches:
+            branch.let_go()
+
     def peek(self, conditioning: Conditioning, name: str | None) -> str | None:
         """Name of the known branch that this conditioning equals, without recording the call."""
         if name is not None:
             return name
         found = self._equal(conditioning, self.branches)
         return None if found is None else found.name
+
+    @property
+    def first_timestep(self) -> Any:
+        """Timestep argument of the first branch."""
+        return self.branches[0].timestep if self.branches else None
 
     @property
     def called(self) -> int:
@@ -222,12 +255,12 @@ class BranchBook:
 
     def _closest(self, conditioning: Conditioning, candidates: list[Branch]) -> Branch | None:
         """The branch that shares most tensors; only branches of earlier steps can have changed since."""
-        best, best_equal = None, -1
+        best, best_equal = None, -math.inf
         for branch in candidates:
             if branch.step >= self._step:
                 continue
             difference = self.comparer.compare(branch.conditioning, conditioning, branch.dynamic)
-            if difference.structural and not difference.equal:
+            if difference.structural and not difference.equal and branch.position != len(self._called):
                 continue
             score = difference.equal - len(difference.structural)
             if score > best_equal:
@@ -248,10 +281,19 @@ class BranchBook:
             return Match(branch, True, Difference())
         difference = self.comparer.compare(found.conditioning, conditioning, found.dynamic)
         self._learn(found, difference)
+        difference.changed |= self._jumps(found, conditioning)
         found.conditioning, found.position, found.step = conditioning, position, self._step
         found.timestep = timestep
         self._called.append(found)
         return Match(found, False, difference)
+
+    def _jumps(self, branch: Branch, conditioning: Conditioning) -> set[str]:
+        """Tensors computed from the latents that came or went, such as a control that was switched off."""
+        if not branch.dynamic:
+            return set()
+        before, branch.strengths = branch.strengths, self.comparer.strengths(conditioning, branch.dynamic)
+        both = before.keys() & branch.strengths.keys()
+        return {name for name in both if _jumped(before[name], branch.strengths[name])}
 
     def _learn(self, branch: Branch, difference: Difference) -> None:
         """A tensor that changes in every step is computed from the latents or the timestep: not conditioning."""
@@ -259,6 +301,11 @@ class BranchBook:
             return
         branch.streaks = {name: branch.streaks.get(name, 0) + 1 for name in difference.changed}
         branch.dynamic |= {name for name, count in branch.streaks.items() if count >= _DYNAMIC_AFTER}
+
+
+def _jumped(before: float, after: float) -> bool:
+    low, high = sorted((abs(before), abs(after)))
+    return high > _JUMP * low
 
 
 def _same_plain(before: Any, after: Any) -> bool:

@@ -20,7 +20,7 @@ from cachekit.engine.discovery import latent_names, timestep_names, unwrap
 from cachekit.engine.history import Entry, History
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.rules import CAP_REASON, GateContext, Rule
-from cachekit.engine.session import Session, session_of
+from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
 from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError
 from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats, RunStats
 from cachekit.engine.weights import WeightWatch
@@ -53,6 +53,12 @@ class RunState:
     branches: dict[str, BranchState] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     ended: bool = False
+
+    def let_go(self) -> None:
+        """Keep no tensor alive."""
+        self.book.let_go()
+        for state in self.branches.values():
+            state.forget()
 
     def nbytes(self) -> int:
         return sum(state.history.nbytes() for state in self.branches.values())
@@ -126,7 +132,7 @@ class DenoiserEngine:
         self.notes: list[str] = []
         site.current = self._current_pass
         site.spend = self._spend
-        self._root = Hook(module, self._handle)
+        self._root = Hook(module, self._handle, eager=True)
         observers.acquire(self)
 
     # life
@@ -154,13 +160,26 @@ class DenoiserEngine:
     def update(self, rule: Rule, label: str) -> None:
         """Use another rule on the same site from the next call on; what is held is let go."""
         self.rule, self.label = rule, label
-        self.free()
+        for run in list(self._all_runs):
+            run.branches.clear()
 
     def free(self) -> None:
         """Let go of all results that are held."""
         for run in list(self._all_runs):
-            for state in run.branches.values():
-                state.forget()
+            run.let_go()
+
+    def compiled(self, module: nn.Module) -> None:
+        """`module.compile()` was called somewhere in the process; take the place in front of it again."""
+        for hook in (self._root, *self.site.hooks):
+            hook.ensure()
+        if module is self.module:
+            self.say(WHOLE_COMPILE)
+
+    def say(self, text: str) -> None:
+        """Something is wrong with this cache as such: warn once and keep it in the statistics."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
 
     def remove(self) -> None:
         """Take off all hooks and let go of everything."""
@@ -358,7 +377,7 @@ class DenoiserEngine:
             if not self._stands_still(run, conditioning, name, timestep):
                 return run, view, run.book.match(conditioning, self._named(run, name), timestep)
             session.clock.stuck = True
-            self._thread().clock.abort()
+            self._lead_by_timestep(session, run)
         return self._bare_view(conditioning, name, timestep)
 
     def _scheduler_view(self, timestep: Any) -> tuple[Session, View] | None:
@@ -381,11 +400,8 @@ class DenoiserEngine:
 
     def _bare_view(self, conditioning: Conditioning, name: str | None, timestep: Any) -> tuple[RunState, View, Match]:
         thread = self._thread()
-        value = None
-        if isinstance(timestep, torch.Tensor):
-            value, thread.syncs = float(timestep.float().max()), thread.syncs + 1
-        elif isinstance(timestep, (int, float)):
-            value = float(timestep)
+        value = _number(timestep)
+        thread.syncs += isinstance(timestep, torch.Tensor)
         known = thread.runs.get(None)
         branch = None if known is None else known.book.peek(conditioning, name)
         view = thread.clock.read(value, branch)
@@ -394,6 +410,15 @@ class DenoiserEngine:
         match = run.book.match(conditioning, self._named(run, name), timestep)
         thread.clock.saw(match.branch.name)
         return run, view, match
+
+    def _lead_by_timestep(self, session: Session, run: RunState) -> None:
+        """From now on this run is followed by the value of its timestep; so far it had one step."""
+        thread = self._thread()
+        value = _number(run.book.first_timestep)
+        thread.syncs += 1
+        run.stats.run = thread.clock.take_over(value, {branch.name for branch in run.book.branches})
+        run.stats.source, run.stats.steps = "timestep", None
+        thread.runs[None] = thread.runs.pop(session)
 
     def _named(self, run: RunState, name: str | None) -> str | None:
         if name is None and self._branch_names is not None:
@@ -444,7 +469,6 @@ class DenoiserEngine:
             self._total_calls += 1
             self._total_reused += call.reused
         if call.view.is_last:
-            call.state.forget()
             self._last_step(call)
         if self._progress:
             session = next((s for s, r in thread.runs.items() if r is run), None)
@@ -452,6 +476,11 @@ class DenoiserEngine:
                 session.show(f"reused {stats.reused}/{stats.calls}")
 
     def _last_step(self, call: Call) -> None:
+        """Give back what no later call of this run can use."""
+        call.run.book.last_step()
+        for branch in call.run.book.branches:
+            if not branch.conditioning.leaves:
+                call.run.branches[branch.name].forget()
         for session, run in list(self._thread().runs.items()):
             if run is call.run and session is not None:
                 for engine in list(session.engines):
@@ -479,8 +508,7 @@ class DenoiserEngine:
         """Another denoiser of the pipeline is in the last step; give back what no later call will use."""
         run = self._thread().runs.get(session)
         if run is not None and all(decision.step < step for decision in run.stats.decisions[-1:]):
-            for state in run.branches.values():
-                state.forget()
+            run.let_go()
             self._end_of_run(run)
 
     def _note(self, run: RunState, text: str) -> None:
@@ -488,6 +516,13 @@ class DenoiserEngine:
             run.warned.add(text)
             run.stats.notes.append(text)
             warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
+
+
+def _number(timestep: Any) -> float | None:
+    """A timestep as one number; per-token timesteps by their maximum."""
+    if isinstance(timestep, torch.Tensor):
+        return float(timestep.float().max())
+    return float(timestep) if isinstance(timestep, (int, float)) else None
 
 
 def _own_cache(arguments: dict[str, Any]) -> str | None:

@@ -59,6 +59,7 @@ class History:
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._entries: deque[Entry] = deque()
+        self._bytes: int | None = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,6 +86,7 @@ class History:
         return steps, tensors
 
     def push(self, entry: Entry) -> None:
+        self._bytes = None
         for old in self._entries:
             old.signal, old.passive = None, {}
         self._entries.appendleft(entry)
@@ -95,12 +97,19 @@ class History:
         """Let go of what the next `push` would drop anyway, before the model runs."""
         while len(self._entries) >= max(self._depth, 1):
             self._entries.pop()
+            self._bytes = None
 
     def clear(self) -> None:
         self._entries.clear()
+        self._bytes = 0
 
     def nbytes(self) -> int:
         """Bytes held, each storage counted once."""
+        if self._bytes is None:
+            self._bytes = self._count()
+        return self._bytes
+
+    def _count(self) -> int:
         seen = {}
         for entry in self._entries:
             for tensor in entry.tensors():

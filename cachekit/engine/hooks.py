@@ -24,10 +24,12 @@ Handler = Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any]
 class Hook:
     """Sends the calls of one module through `handler(inner, args, kwargs)` until removed.
 
-    `inner` is what a call would have run without the hook. The module is held weakly: a hook keeps no model alive.
+    `inner` is what a call would have run without the hook; with `eager` the module's own forward, even when it was
+    compiled in place. The module is held weakly: a hook keeps no model alive.
     """
 
-    def __init__(self, module: nn.Module, handler: Handler) -> None:
+    def __init__(self, module: nn.Module, handler: Handler, eager: bool = False) -> None:
+        self._eager = eager
         self._module = weakref.ref(module)
         self._previous: Inner | None = None
         self._had_slot = False
@@ -41,7 +43,8 @@ class Hook:
             return
         self._had_slot = _SLOT in module.__dict__
         self._previous = module.__dict__.get(_SLOT)
-        previous, handler, reference = self._previous, self._handler, self._module
+        previous = None if self._eager else self._previous
+        handler, reference = self._handler, self._module
 
         def hooked_call(*args: Any, **kwargs: Any) -> Any:
             inner = previous
@@ -49,8 +52,8 @@ class Hook:
                 inner = reference()._call_impl  # type: ignore[union-attr]
             return handler(inner, args, kwargs)
 
-        # A compiled caller must not trace the hook: it breaks the graph here and goes on compiling what is inside.
-        self._wrapper = torch.compiler.disable(hooked_call, recursive=False)
+        # A compiled caller must not trace the hook. What is compiled further in turns dynamo on again by itself.
+        self._wrapper = torch.compiler.disable(hooked_call)
         module.__dict__[_SLOT] = self._wrapper
 
     @property

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from cachekit.engine.binding import Key
 from cachekit.engine.discovery import UNetParts
+
+UNKNOWN = object()
 
 
 @dataclass(eq=False)
@@ -26,6 +29,8 @@ class Slot:
         reached: True when its input depends on the latents.
         carriers: the output keys of the streams that carry the latents.
         in_place: True when the block overwrites an argument.
+        form: what it returns, with None for every part that a stream continues; UNKNOWN until learnt or when other
+            parts have to be kept of every call.
         restarts: True when its input is not what the block before it returned, but another tensor of that shape.
     """
 
@@ -37,6 +42,7 @@ class Slot:
     carriers: tuple[Key, ...] = ()
     in_place: bool = False
     restarts: bool = False
+    form: Any = field(default=UNKNOWN, repr=False)
 
     @property
     def name(self) -> str:

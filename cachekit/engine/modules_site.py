@@ -12,7 +12,7 @@ from cachekit.engine.binding import rebuild
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.rules import ModulesSpec
-from cachekit.engine.sites import PassContext, Site, floating_parts, kept_form
+from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, kept_form
 
 
 class ModulesSite(Site):
@@ -41,6 +41,7 @@ class ModulesPass:
         self._context = context
         self._calls: dict[str, int] = {}
         self._entry = Entry(context.step)
+        self._answered = 0
         self._reuse = context.decide(None)
 
     def surround(self) -> contextlib.AbstractContextManager[Any]:
@@ -53,6 +54,7 @@ class ModulesPass:
         if self._reuse:
             answer = self._answer(path, count)
             if answer is not None:
+                self._answered += 1
                 return answer
         output = inner(*args, **kwargs)
         if not self._reuse:
@@ -60,7 +62,12 @@ class ModulesPass:
         return output
 
     def finish(self) -> Entry | None:
-        return None if self._reuse else self._entry
+        newest = self._context.history.newest
+        if not self._reuse:
+            return self._entry if self._entry.values else None
+        if newest is None or self._answered < len(newest.passive):
+            raise StructureChangedError
+        return None
 
     def _keep(self, path: str, count: int, zeroed: bool, output: Any) -> None:
         parts = floating_parts(output)

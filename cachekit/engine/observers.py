@@ -1,11 +1,14 @@
-"""Two places of diffusers that are watched while any cache is enabled: `cache_context` and the pipeline's progress bar.
+"""What is watched of diffusers and torch while any cache is enabled.
 
-Both are class-level wrappers, installed with the first cache and removed with the last, so that nothing has to be
-stored on a model or a pipeline. Neither is needed: pipelines that use none of them are cached as well.
+`CacheMixin.cache_context` names guidance branches, `DiffusionPipeline.progress_bar` says that a loop begins,
+`nn.Module.compile` would take the place of a hook, and torch's registration hooks tell of replaced modules and
+parameters. All are class-level or global, installed with the first cache and removed with the last, so that nothing has
+to be stored on a model or a pipeline. Pipelines that use none of them are cached as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,13 +18,20 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from diffusers.models.cache_utils import CacheMixin
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from cachekit.engine.session import known_session
 
 _lock = threading.Lock()
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: list[tuple[type, str, Any]] = []
+_handles: list[Any] = []
 _contexts = threading.local()
+_registrations = itertools.count()
+_last_registration = next(_registrations)
 
 
 def acquire(user: object) -> None:
@@ -30,6 +40,9 @@ def acquire(user: object) -> None:
         if not _originals:
             _replace(CacheMixin, "cache_context", _watched_context(CacheMixin.cache_context))
             _replace(DiffusionPipeline, "progress_bar", _watched_bar(DiffusionPipeline.progress_bar))
+            _replace(nn.Module, "compile", _watched_compile(nn.Module.compile))
+            _handles.append(register_module_module_registration_hook(_registered))
+            _handles.append(register_module_parameter_registration_hook(_registered))
         _users.add(user)
     weakref.finalize(user, _restore_if_unused)
 
@@ -46,6 +59,14 @@ def _restore_if_unused() -> None:
             for owner, name, original in _originals:
                 setattr(owner, name, original)
             _originals.clear()
+            for handle in _handles:
+                handle.remove()
+            _handles.clear()
+
+
+def registrations() -> int:
+    """Changes whenever any module of the process was given another submodule or parameter."""
+    return _last_registration
 
 
 def context_name(module: nn.Module | None) -> str | None:
@@ -59,6 +80,21 @@ def _replace(owner: type, name: str, replacement: Any) -> None:
     replacement.__doc__ = original.__doc__
     _originals.append((owner, name, original))
     setattr(owner, name, replacement)
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    global _last_registration
+    _last_registration = next(_registrations)
+
+
+def _watched_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for user in list(_users):
+            user.compiled(self)
+        return result
+
+    return compile
 
 
 def _watched_context(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,13 +7,18 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cachekit.engine.clock import SchedulerClock
-from cachekit.errors import warn
 
 if TYPE_CHECKING:
     from cachekit.engine.denoiser import DenoiserEngine
 
 _lock = threading.Lock()
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+
+
+WHOLE_COMPILE = (
+    "torch.compile of the whole model has no effect while its blocks are cached; compile the blocks instead: "
+    "model.compile_repeated_blocks()"
+)
 
 
 class Session:
@@ -38,13 +43,15 @@ class Session:
         """The pipeline has made a progress bar: a loop begins."""
         self._bar = weakref.ref(bar)
         for engine in self.engines:
-            if engine.name and not engine.serves(getattr(self.pipeline, engine.name, None)):
-                text = (
+            current = getattr(self.pipeline, engine.name, None) if engine.name else None
+            if getattr(current, "_orig_mod", None) is not None and engine.serves(current):
+                engine.say(WHOLE_COMPILE)
+            components = getattr(self.pipeline, "components", {}).values()
+            if engine.name and not any(engine.serves(component) for component in components):
+                engine.say(
                     f"`{engine.name}` of {type(self.pipeline).__name__} was replaced after its cache was enabled; the "
                     f"new one runs uncached. Call disable_cache, then enable_cache on the pipeline again."
                 )
-                engine.notes[:] = [text]
-                warn(text)
 
     def show(self, text: str) -> None:
         """Write into the postfix of the pipeline's own progress bar."""

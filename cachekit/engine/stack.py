@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cachekit.engine.binding import Key, bind, is_floating, items, rebuild
+from cachekit.engine.binding import Key, bind, is_floating, items, rebuild, tensors_in
 from cachekit.engine.conditioning import version_of
 from cachekit.engine.discovery import BlockList, UNetParts
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
-from cachekit.engine.layout import Layout, Place, Slot, residual_layout, unet_layout
+from cachekit.engine.layout import UNKNOWN, Layout, Place, Slot, residual_layout, unet_layout
 from cachekit.engine.rules import StackSpec
 from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
 from cachekit.engine.streams import cosine, match_streams
@@ -188,7 +188,9 @@ class StackPass:
         if place.enters:
             self._landings[segment] = self._land(segment, arguments)
         newest = self._context.history.newest
-        passive = None if newest is None else newest.passive.get(index)
+        passive = None if newest is None else newest.passive.get(index, place.slot.form)
+        if passive is UNKNOWN:
+            raise StructureChangedError
         parts: dict[Key, Any] = {} if passive is None else {key: frozen(part) for key, part in items(passive)}
         for key, name in (place.slot.streams or {}).items():
             parts[key] = arguments[name]
@@ -267,7 +269,7 @@ class TracePass:
             if place.lands:
                 base = bases.pop(place.segment)
                 add_changes(self._entry, place.segment, place.slot, base, event.output, self._context)
-            if event.output is not None:
+            if event.slot.form is UNKNOWN:
                 add_passive(self._entry, index, place, event.output, absolute=False)
         return self._entry
 
@@ -343,12 +345,17 @@ def add_changes(
 
 def add_passive(entry: Entry, index: int, place: Place, output: Any, absolute: bool) -> None:
     """Keep the form of a result and those parts that no stream continues."""
-    covered = dict(place.slot.streams or {})
+    slot = place.slot
+    if slot.form is not UNKNOWN:
+        return
+    covered = dict(slot.streams or {})
     if absolute and place.lands:
         covered = dict.fromkeys(floating_parts(output), "")
     kept = kept_form(output, covered, storage_free=absolute)
-    if kept is not None:
+    if absolute or any(True for _ in tensors_in(kept)):
         entry.passive[index] = kept
+    else:
+        slot.form = kept
 
 
 def _stream_names(slot: Slot) -> set[str]:

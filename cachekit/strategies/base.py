@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from torch import nn
 from typing_extensions import dataclass_transform
@@ -52,6 +52,18 @@ def _explain(owner: str, made: Any, item: Any) -> str:
     return f"{owner}.{name}: {message}, got {item['input']!r}" if name else f"{owner}: {message}"
 
 
+def _device(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError("not a torch device; use 'cpu', 'cuda', 'cuda:1' or 'mps'") from None
+
+
+Device = Annotated[torch.device | None, BeforeValidator(_device)]
+
+
 @config_class
 class CacheConfig:
     """What all configs share.
@@ -62,12 +74,12 @@ class CacheConfig:
     """
 
     cache_dtype: torch.dtype | None = Field(default=None, kw_only=True)
-    cache_device: torch.device | str | None = Field(default=None, kw_only=True)
+    cache_device: Device = Field(default=None, kw_only=True)
 
     @property
     def storage(self) -> Storage:
         """Where results are kept."""
-        return Storage(self.cache_dtype, None if self.cache_device is None else torch.device(self.cache_device))
+        return Storage(self.cache_dtype, self.cache_device)
 
     def replaced(self, **fields: Any) -> Any:
         """A validated copy with other values.
@@ -130,7 +142,7 @@ def strategy_names() -> list[str]:
 
 
 def find_strategy(config: CacheConfig) -> Strategy:
-    """The strategy of a config."""
+    """The strategy of a config that :func:`to_config` gave back."""
     return next(item for item in _strategies.values() if type(config) is item.config_class)
 
 
@@ -141,7 +153,7 @@ def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
         ValueError: for an unknown name or field, or a bad value.
         TypeError: for anything else.
     """
-    if isinstance(config, CacheConfig):
+    if any(type(config) is item.config_class for item in _strategies.values()):
         return config.replaced(**overrides) if overrides else config  # type: ignore[no-any-return]
     if isinstance(config, str):
         if config not in _strategies:

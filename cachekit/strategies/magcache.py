@@ -8,7 +8,7 @@ suits compiled models; it does not look at the content.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -45,7 +45,11 @@ def _ratios(value: Any) -> Any:
 
 
 def _sequence(curve: Any) -> Sequence[Any]:
-    return curve.flatten().tolist() if isinstance(curve, torch.Tensor) else list(curve)
+    if isinstance(curve, torch.Tensor):
+        return curve.flatten().tolist()  # type: ignore[no-any-return]
+    if isinstance(curve, (str, bytes)) or not isinstance(curve, Iterable):
+        raise ValueError("mag_ratios must be a list or tensor of ratios, or branch -> list")
+    return list(curve)
 
 
 Ratios = Annotated[Any, BeforeValidator(_ratios)]

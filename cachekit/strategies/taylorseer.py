@@ -7,10 +7,11 @@ attention, skips all of the blocks, and is the default here.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import nn
 
 from cachekit.engine.history import Storage
@@ -19,6 +20,18 @@ from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import IntervalGate
 from cachekit.strategies.predictors import Taylor
 from cachekit.strategies.sites import attention_site, named_site
+
+
+def _patterns(value: Any) -> Any:
+    for pattern in value or ():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
+    return value
+
+
+Patterns = Annotated[list[str] | None, BeforeValidator(_patterns)]
 
 
 @config_class
@@ -38,12 +51,12 @@ class TaylorSeerCacheConfig(CacheConfig):
     """
 
     cache_interval: int = Field(default=5, ge=1)
-    disable_cache_before_step: int = Field(default=3, ge=1)
+    disable_cache_before_step: int = Field(default=3, ge=0)
     disable_cache_after_step: int | None = Field(default=None, ge=0)
     max_order: int = Field(default=1, ge=0, le=4)
     taylor_factors_dtype: torch.dtype | None = None
-    skip_predict_identifiers: list[str] | None = None
-    cache_identifiers: list[str] | None = None
+    skip_predict_identifiers: Patterns = None
+    cache_identifiers: Patterns = None
     use_lite_mode: bool | None = None
 
     @model_validator(mode="after")
@@ -72,7 +85,7 @@ def taylorseer(config: TaylorSeerCacheConfig, denoiser: nn.Module) -> Rule:
     warmup = config.disable_cache_before_step
     return Rule(
         config.site(denoiser),
-        IntervalGate(config.cache_interval, anchor=warmup - 1),
+        IntervalGate(config.cache_interval, anchor=max(warmup - 1, 0)),
         Taylor(config.max_order),
         Guards(warmup=warmup, stop=config.disable_cache_after_step),
         Storage(config.taylor_factors_dtype or config.cache_dtype, config.storage.device),

@@ -84,13 +84,13 @@ class View:
     hue: int = 0
 
 
-SIZES = range(54, 61)
-SHIFTS = range(-2, 3)
+SIZES = range(56, 61)
+SHIFTS = range(-1, 2)
 HUES = range(-5, 6)
 
 
 def random_view(rng: random.Random) -> View:
-    """Draw one mild augmentation: size 54 to 60 of 64 pixels, shift up to 2 pixels, hue up to 7 degrees."""
+    """Draw one mild augmentation: size 56 to 60 of 64 pixels, shift up to 1 pixel, hue up to 7 degrees."""
     return View(rng.choice(SIZES), rng.choice(SHIFTS), rng.choice(SHIFTS), rng.choice(HUES))
 
 

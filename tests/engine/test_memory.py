@@ -22,23 +22,14 @@ COND, UNCOND = {"encoder_hidden_states": prompt(1)}, {"encoder_hidden_states": p
 DELTA = latents().nbytes
 
 
-def live_storages() -> dict[int, int]:
-    """Bytes of every tensor storage that is alive."""
-    gc.collect()
-    found = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
-            storage = item.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
-
-
 def extra_bytes(function: Callable[[], Any]) -> int:
-    """Bytes of tensors that are alive after a call and were not before."""
-    before = live_storages()
+    """Bytes of the storages of all tensors that a call leaves alive."""
+    gc.collect()
+    gc.freeze()
     function()
-    after = live_storages()
-    return sum(size for address, size in after.items() if address not in before)
+    gc.collect()
+    made = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return sum({item.untyped_storage()._cdata: item.untyped_storage().nbytes() for item in made}.values())
 
 
 BOUNDS: dict[str, Any] = {
@@ -170,11 +161,12 @@ def test_an_aborted_run_is_given_back(how: str) -> None:
 def test_disable_lets_go_of_the_tensors_while_a_handle_is_kept() -> None:
     model = Stack(4)
     handle = ck.enable_cache(model, ALWAYS)
-    before = live_storages()
-    bare_loop(model, 4, conditions=[COND])
-    handle.disable()
-    after = live_storages()
-    assert sum(size for address, size in after.items() if address not in before) == 0
+
+    def run() -> None:
+        bare_loop(model, 4, conditions=[COND])
+        handle.disable()
+
+    assert extra_bytes(run) == 0
 
 
 @pytest.mark.parametrize("how", ["last step", "free", "disable"])
@@ -202,6 +194,31 @@ def test_conditioning_is_not_kept_alive(how: str) -> None:
         ck.free(pipe) if how == "free" else handle.disable()
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_looking_for_the_pipeline_keeps_none_of_its_locals_alive() -> None:
+    """A frame's `f_locals` is a copy that the frame keeps: what the pipeline deletes must be gone all the same."""
+    model = Stack(3)
+    alive: list[bool] = []
+
+    class Deleting(ToyPipeline):
+        @torch.no_grad()
+        def __call__(self, steps: int = 4) -> None:  # type: ignore[override]
+            self.scheduler.set_timesteps(steps)
+            for t in self.scheduler.timesteps:
+                large = torch.ones(1, 4, 8)
+                reference = weakref.ref(large)
+                x = self.transformer(latents(), t.expand(1))[0]
+                self.scheduler.step(x, t, latents())
+                del large
+                alive.append(reference() is not None)
+
+    pipe = Deleting(model, FlowMatchEulerDiscreteScheduler())
+    pipe()
+    assert not any(alive)
+    with ck.cached(pipe, ALWAYS):
+        pipe()
+    assert not any(alive)
 
 
 def test_twenty_runs_hold_no_more_than_one() -> None:

@@ -12,7 +12,7 @@ from diffusers import EulerDiscreteScheduler
 import cachekit as ck
 
 from ..pipelines.tiny import pipelines
-from ..toys import Stack, ToyPipeline, bare_loop, latents, of_time, pattern, prompt, toy_pipeline
+from ..toys import Stack, ToyPipeline, bare_loop, latents, pattern, prompt, toy_pipeline
 
 TINY = {tiny.name: tiny for tiny in pipelines()}
 CONFIGS = {

@@ -74,7 +74,7 @@ def test_forwards_of_a_real_unet() -> None:
     pipe = tiny.build()
     counts: dict[str, int] = {}
     for name, module in pipe.unet.named_modules():
-        if name.count(".") == 1 and name.startswith(("down_blocks", "up_blocks")) or name == "mid_block":
+        if (name.count(".") == 1 and name.startswith(("down_blocks", "up_blocks"))) or name == "mid_block":
             module.register_forward_pre_hook(lambda *_, name=name: counts.__setitem__(name, counts.get(name, 0) + 1))
     with ck.cached(pipe, ALWAYS):
         tiny.call(pipe, steps=6)

@@ -54,7 +54,9 @@ def test_a_change_computes(arguments: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(base, output, strict=True)), "a hint counts exactly once"
 
 
-@pytest.mark.parametrize("arguments", [lambda s: {"guidance": 1.0 + (s > 3)}, lambda s: {"control": CONTROL} if s > 3 else {}])
+@pytest.mark.parametrize(
+    "arguments", [lambda s: {"guidance": 1.0 + (s > 3)}, lambda s: {"control": CONTROL} if s > 3 else {}]
+)
 def test_a_change_where_no_tensor_stays_equal(arguments: Any) -> None:
     model = Stack(4)
     with ck.cached(model, ONCE):

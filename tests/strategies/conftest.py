@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from cachekit.engine import observers
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_collections() -> Iterator[None]:
+    """What the imports made is not searched at every `gc.collect()`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from cachekit.zoo.train import decoder, flow, text, vae
 from cachekit.zoo.train.pack import pack
 from cachekit.zoo.train.pictures import pool
 
-VIEWS = 32
+VIEWS = 24
 """Augmented pictures of each glyph."""
 
 

@@ -34,7 +34,7 @@ class Budget:
 
 
 def learning_rate(peak: float, step: int, progress: float, warmup: int) -> float:
-    """Linear warm-up over ``warmup`` steps, then constant to 40 % of the budget, then a cosine to 1 % of the peak."""
+    """Linear warm-up over ``warmup`` steps, then constant to 50 % of the budget, then a cosine to 1 % of the peak."""
     rise = min(1.0, (step + 1) / warmup)
-    fall = max(0.0, (progress - 0.4) / 0.6)
+    fall = max(0.0, (progress - 0.5) / 0.5)
     return peak * rise * (0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * fall)))
