@@ -93,9 +93,7 @@ def skipping(size: Size) -> list[Figure]:
         turned = [speed_up / (counts.calls / effective) for speed_up in speed_ups]
         figures.append(show(f"{name}, {counts.computed} of {counts.calls} computed", speed_ups, "x"))
         figures.append(show("  speed-up / work ratio", turned, "", 0.97, at_most=False))
-        figures.append(
-            show("  best possible, given what no block does", [effective / (effective + reused * outside)], "")
-        )
+        figures.append(show("  ceiling set by the work outside", [effective / (effective + reused * outside)], ""))
     return figures
 
 

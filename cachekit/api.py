@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from cachekit.engine.denoiser import DenoiserEngine
-from cachekit.engine.discovery import find_block_lists, find_denoisers, find_unet, unwrap
+from cachekit.engine.discovery import find_block_lists, find_denoisers, find_unet, latent_names, unwrap
 from cachekit.engine.modules_site import ModulesSite
 from cachekit.engine.rules import ModulesSpec, Rule
 from cachekit.engine.session import known_session
@@ -235,6 +235,10 @@ def _site(module: nn.Module, rule: Rule) -> Site:
                 f"the block stack instead (use_lite_mode=True), or enable the cache without compiling"
             )
         return ModulesSite(rule.site, core)
+    if not latent_names(core):
+        raise UnsupportedModelError(
+            f"{type(core).__name__}.forward names no argument for the latents; give it a parameter hidden_states"
+        )
     unet = find_unet(core)
     if unet is not None:
         return StackSite(rule.site, unet.lists(), unet)

@@ -22,9 +22,7 @@ from cachekit.metrics import Summary, summarise
 def render(results: Sequence[Result]) -> Table:
     """One row a method; the first result is the uncached reference."""
     count = len(results[0].samples)
-    caption = (
-        f"{count} prompt{'s' if count != 1 else ''}; computed steps of all, fidelity to uncached, bytes the cache held"
-    )
+    caption = f"{count} prompt{'s' if count != 1 else ''}; computed of all steps, fidelity to uncached, bytes held"
     table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     table.add_column("method", no_wrap=True)
     for name in ("computed", "seconds", "speed-up", "PSNR dB\n(worst)", "SSIM\n(worst)", "held"):

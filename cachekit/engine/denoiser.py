@@ -53,6 +53,13 @@ class RunState:
     branches: dict[str, BranchState] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     ended: bool = False
+    weighed: tuple[int, Hashable] = (-1, None)
+
+    def weights(self, step: int, watch: WeightWatch) -> Hashable:
+        """Fingerprint of the weights, taken once a step: users change them between steps."""
+        if step != self.weighed[0]:
+            self.weighed = step, watch.fingerprint()
+        return self.weighed[1]
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
@@ -269,6 +276,7 @@ class DenoiserEngine:
             storage=self.rule.storage,
             decide=lambda signal: self._decide(call, signal),
             sources=call.sources,
+            signature=call.state.signature,
         )
         call.site_pass = self.site.begin(call.branch, context)
         self._local.call = call
@@ -331,8 +339,6 @@ class DenoiserEngine:
     # before and after
 
     def _open(self, arguments: dict[str, Any]) -> Call:
-        for hook in self.site.hooks:
-            hook.ensure()
         conditioning = Conditioning.of(arguments, self._excluded)
         run, view, match = self._locate(arguments, conditioning)
         branch = match.branch.name
@@ -341,10 +347,12 @@ class DenoiserEngine:
             state = run.branches[branch] = BranchState(History(self.rule.predictor.depth))
         sources = tuple(t for name in self._latents for t in tensors_in(arguments.get(name)) if t.is_floating_point())
         call = Call(run, view, branch, state, None, sources, syncs=run.book.comparer.take())
-        call.forced = _own_cache(arguments) or self._obstacle(state, sources, match)
+        call.forced = _own_cache(arguments) or self._obstacle(run, view, state, sources, match)
         return call
 
-    def _obstacle(self, state: BranchState, sources: Sequence[torch.Tensor], match: Match) -> str | None:
+    def _obstacle(
+        self, run: RunState, view: View, state: BranchState, sources: Sequence[torch.Tensor], match: Match
+    ) -> str | None:
         """Why nothing that was kept may be used in this call; forgets what no longer holds."""
         reason = None
         signature = tuple((tuple(t.shape), t.dtype, t.device) for t in sources)
@@ -354,7 +362,7 @@ class DenoiserEngine:
             reason = "the conditioning has another form"
         elif match.difference.changed:
             reason = "the conditioning changed"
-        weights = self._watch.fingerprint()
+        weights = run.weights(view.step, self._watch)
         if weights != state.weights and state.weights is not None:
             reason = "the weights changed"
         state.signature, state.weights = signature, weights
@@ -449,6 +457,8 @@ class DenoiserEngine:
                     self._end_of_run(run)
             for dead in [key for key in runs if key is not None and key.pipeline is None]:
                 del runs[dead]
+            for hook in self.site.hooks:
+                hook.ensure()
             run = runs[session] = RunState(RunStats(view.run, view.steps, view.source))
             self._all_runs.add(run)
             with self._lock:

@@ -87,7 +87,9 @@ def latent_names(denoiser: nn.Module) -> tuple[str, ...]:
         for prefix in prefixes
         if prefix and name in (prefix, f"{prefix}_tokens", f"{prefix}_hidden_states", f"{prefix}_latents")
     ]
-    first = [name for name in names if name in _LATENTS][:1] or ([] if paired else list(names[:1]))
+    first = [name for name in names if name in _LATENTS][:1]
+    if not first and not paired:
+        first = [name for name in names if name.endswith("_tokens")][:1] or list(names[:1])
     return tuple(dict.fromkeys((*first, *paired)))
 
 

@@ -31,6 +31,7 @@ class Slot:
         in_place: True when the block overwrites an argument.
         form: what it returns, with None for every part that a stream continues; UNKNOWN until learnt or when other
             parts have to be kept of every call.
+        is_side: True when its output is added to the stream that it read, instead of taking its place.
         restarts: True when its input is not what the block before it returned, but another tensor of that shape.
     """
 
@@ -41,6 +42,7 @@ class Slot:
     reached: bool = False
     carriers: tuple[Key, ...] = ()
     in_place: bool = False
+    is_side: bool = False
     restarts: bool = False
     form: Any = field(default=UNKNOWN, repr=False)
 
@@ -50,7 +52,7 @@ class Slot:
 
     @property
     def carries_latents(self) -> bool:
-        return self.reached and bool(self.streams)
+        return self.reached and bool(self.streams) and not self.is_side
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Place:
     enters: bool = False
     lands: bool = False
     is_probe: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """True when a computed call of this block needs no attention."""
+        return not (self.is_probe or self.enters or self.lands) and (
+            self.segment is None or self.slot.form is not UNKNOWN
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class ModulesPass:
     def surround(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def passes_by(self, slot: tuple[str, bool]) -> bool:
+        return False
+
     def run(self, slot: tuple[str, bool], inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, zeroed = slot
         count = self._calls.get(path, 0)

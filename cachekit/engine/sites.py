@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class PassContext:
         storage: how results are kept.
         decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
         sources: the latents of this call, for tracing.
+        signature: shape, dtype and device of the latents.
     """
 
     step: int
@@ -44,6 +45,7 @@ class PassContext:
     storage: Storage
     decide: Callable[[torch.Tensor | None], bool]
     sources: tuple[torch.Tensor, ...]
+    signature: Hashable
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
@@ -59,6 +61,10 @@ class SitePass(Protocol):
 
     def surround(self) -> contextlib.AbstractContextManager[Any]:
         """What has to be entered around the forward pass."""
+        ...
+
+    def passes_by(self, slot: Any) -> bool:
+        """True when a call of a hooked module needs nothing from this pass; it then counts as seen."""
         ...
 
     def run(self, slot: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +104,7 @@ class Site:
 
         def handler(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             site_pass = self.current()
-            if site_pass is None:
+            if site_pass is None or site_pass.passes_by(slot):
                 return inner(*args, **kwargs)
             started, spent = time.perf_counter(), 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,18 +17,24 @@ from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Place, Slot, residual_layout, unet_layout
 from cachekit.engine.rules import StackSpec
 from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
-from cachekit.engine.streams import cosine, match_streams
+from cachekit.engine.streams import cosine, match_streams, still_fits
 from cachekit.engine.taint import Taint
 
+LayoutKey = tuple[str, Hashable]
 _UNRELATED = 0.5
+_PARALLEL = 0.999
 
 
 class Change(NamedTuple):
-    """What is kept of a segment: the change of one output; `argument` is what it is added to, None for nothing."""
+    """What is kept of a segment: the change of one output.
+
+    `argument` is what the change is added to, None for nothing; `dtype` is that of the computed output.
+    """
 
     segment: int
     key: Key
     argument: str | None
+    dtype: torch.dtype
 
 
 class StackSite(Site):
@@ -39,7 +45,7 @@ class StackSite(Site):
         self.spec = spec
         self.is_unet = unet is not None
         self._description = ", ".join(f"{item.name} ({len(item.blocks)})" for item in lists)
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[LayoutKey, Layout] = {}
         slots: dict[int, Slot] = {}
         for item in lists:
             for i, block in enumerate(item.blocks):
@@ -53,24 +59,24 @@ class StackSite(Site):
         self._layouts, self._fixed = {}, None
 
     def begin(self, branch: str, context: PassContext) -> TracePass | StackPass:
-        layout = self.layout(branch)
-        if layout is None:
-            return TracePass(self, branch, context)
-        return StackPass(self, branch, layout, context)
+        key = branch, context.signature
+        layout = self._fixed or self._layouts.get(key)
+        return TracePass(self, key, context) if layout is None else StackPass(self, key, layout, context)
 
     def layout(self, branch: str) -> Layout | None:
-        """The layout of a branch, once it is known."""
-        return self._fixed or self._layouts.get(branch)
+        """The layout that a branch used last, once it is known."""
+        known = [layout for (name, _), layout in self._layouts.items() if name == branch]
+        return self._fixed or (known[-1] if known else None)
 
-    def learn(self, branch: str, layout: Layout | None) -> None:
-        """Set the layout of a branch; None makes the next computed call learn it again."""
-        if layout is None:
-            self._layouts.pop(branch, None)
-        else:
-            self._layouts[branch] = layout
+    def learn(self, key: LayoutKey, layout: Layout | None) -> None:
+        """Set the layout of a branch at one size; None makes the next computed call learn it again."""
+        self._layouts.pop(key, None)
+        if layout is not None:
+            self._layouts[key] = layout
 
     def forget(self, branch: str) -> None:
-        self.learn(branch, None)
+        for key in [key for key in self._layouts if key[0] == branch]:
+            del self._layouts[key]
 
     def describe(self) -> str:
         return self._description
@@ -109,8 +115,8 @@ class _Capture:
 class StackPass:
     """A forward pass with a known layout: keeps the change of every segment, or gives back predicted ones."""
 
-    def __init__(self, site: StackSite, branch: str, layout: Layout, context: PassContext) -> None:
-        self._site, self._branch, self._layout, self._context = site, branch, layout, context
+    def __init__(self, site: StackSite, key: LayoutKey, layout: Layout, context: PassContext) -> None:
+        self._site, self._key, self._layout, self._context = site, key, layout, context
         self._count = 0
         self._on_track = True
         self._entry = Entry(context.step)
@@ -121,6 +127,16 @@ class StackPass:
 
     def surround(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
+
+    def passes_by(self, slot: Slot) -> bool:
+        places = self._layout.places
+        if self._reuse or self._probing or not self._on_track or self._count >= len(places):
+            return False
+        place = places[self._count]
+        if place.slot is not slot or not place.is_plain:
+            return False
+        self._count += 1
+        return True
 
     def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index, self._count = self._count, self._count + 1
@@ -147,7 +163,7 @@ class StackPass:
                 raise StructureChangedError
             return None
         if not complete:
-            self._site.learn(self._branch, None)
+            self._site.learn(self._key, None)
             return None
         return self._entry
 
@@ -212,7 +228,7 @@ class StackPass:
                 if base is None or base.shape != prediction.shape:
                     raise StructureChangedError
                 prediction = base + prediction
-            landing[place.key] = prediction
+            landing[place.key] = prediction.to(place.dtype)
         if not landing:
             raise StructureChangedError
         return landing
@@ -230,19 +246,24 @@ class _Event:
 class TracePass:
     """The first computed forward pass of a branch: learns streams, dataflow and order, and keeps what it computes."""
 
-    def __init__(self, site: StackSite, branch: str, context: PassContext) -> None:
-        self._site, self._branch, self._context = site, branch, context
+    def __init__(self, site: StackSite, key: LayoutKey, context: PassContext) -> None:
+        self._site, self._key, self._context = site, key, context
         self._taint = Taint(context.sources)
         self._events: list[_Event] = []
         self._latest: dict[str, _Event] = {}
         self._entry = Entry(context.step)
         self._probed = not site.spec.probe
         self._after_probe = False
+        self._given: dict[str, torch.Tensor] = {}
+        self._streams_of: dict[tuple[str, type], dict[Key, str]] = {}
         context.history.clear()
         context.decide(None)
 
     def surround(self) -> contextlib.AbstractContextManager[Any]:
         return self._taint
+
+    def passes_by(self, slot: Slot) -> bool:
+        return False
 
     def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._taint.suspended():
@@ -259,7 +280,7 @@ class TracePass:
         layout = residual_layout([event.slot for event in self._events], self._site.spec.probe)
         if not layout.segments:
             return None
-        self._site.learn(self._branch, layout)
+        self._site.learn(self._key, layout)
         bases: dict[int, dict[str, torch.Tensor]] = {}
         for index, (place, event) in enumerate(zip(layout.places, self._events, strict=True)):
             if place.segment is None:
@@ -273,11 +294,36 @@ class TracePass:
                 add_passive(self._entry, index, place, event.output, absolute=False)
         return self._entry
 
+    def _streams(self, slot: Slot, capture: _Capture, reached: set[str], output: Any) -> dict[Key, str]:
+        """Blocks of one list and class have the same streams; the first one that has any sets them."""
+        known = self._streams_of.get((slot.list_name, type(slot.module)))
+        if known is not None and still_fits(known, capture.values, output):
+            return known
+        streams = match_streams(slot.module, capture.values, reached, output)
+        self._streams_of.setdefault((slot.list_name, type(slot.module)), streams)
+        return streams
+
+    def _find_side_branch(self, capture: _Capture, slot: Slot) -> None:
+        """Was the block before this one a side branch? Then this block's input is that block's input plus its output.
+
+        Judged by direction, since the output may have been scaled.
+        """
+        last = self._events[-1].slot if self._events else None
+        if last is None or last.list_name == slot.list_name or len(last.streams or ()) != 1:
+            return
+        key, name = next(iter((last.streams or {}).items()))
+        output, before = floating_parts(self._events[-1].output)[key], self._given[name]
+        for stream in (slot.streams or {}).values():
+            after = capture.values[stream]
+            if after.shape == before.shape and cosine(after - before, output) > _PARALLEL:
+                last.is_side = True
+
     def _record(self, slot: Slot, reached: set[str], capture: _Capture, output: Any) -> None:
-        slot.streams = match_streams(slot.module, capture.values, output)
+        slot.streams = self._streams(slot, capture, reached, output)
         slot.reached = slot.reached or bool(reached)
         slot.carriers = tuple(key for key, name in slot.streams.items() if name in reached)
         slot.in_place = slot.in_place or capture.touched()
+        self._find_side_branch(capture, slot)
         event = _Event(slot)
         previous = self._latest.get(slot.list_name)
         goes_on = previous is not None and previous.slot.position < slot.position
@@ -294,6 +340,7 @@ class TracePass:
         event.output = frozen(output)
         self._latest[slot.list_name] = event
         self._events.append(event)
+        self._given = capture.values
         self._after_probe = False
         if slot.carries_latents and not self._probed:
             self._probed, self._after_probe = True, True
@@ -332,10 +379,10 @@ def add_changes(
         name = streams.get(key)
         before = base.get(name) if name is not None else None
         if before is not None and before.shape == part.shape:
-            place = Change(segment, key, name)
+            place = Change(segment, key, name, part.dtype)
             entry.values[place] = context.storage.keep(part.detach() - before)
         elif name is not None or not streams:
-            place = Change(segment, key, None)
+            place = Change(segment, key, None, part.dtype)
             entry.values[place] = context.storage.keep(part.detach().clone())
         else:
             continue

@@ -191,6 +191,21 @@ def test_a_loop_by_hand_with_the_pipelines_scheduler(cls: Any, calls: int, style
         assert steps_of(pipe, "cond") == list(range(5))
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("style", ["raw", "scaled"])
+@torch.no_grad()
+def test_the_same_list_of_timesteps_walked_again(style: str, aborted: bool) -> None:
+    """Nobody calls `set_timesteps` between two loops of the user's own: going back to its start is a new run."""
+    pipe = ToyPipeline(Stack(3), DDIMScheduler())
+    pipe.scheduler.set_timesteps(8)
+    with ck.cached(pipe, ScriptedConfig(computed=(0, 4))):
+        for runs in (1, 2):
+            for t in pipe.scheduler.timesteps[: 5 if aborted else 8]:
+                pipe._denoise(pipe.transformer, latents(), t, style, {}, ())
+            assert ck.stats(pipe).denoisers["transformer"].runs == runs
+            assert pattern(pipe) == "#...#..."[: 5 if aborted else 8]
+
+
 # bare denoisers
 
 

@@ -171,3 +171,21 @@ def test_real_pipelines(name: str) -> None:
         assert torch.equal(tiny.call(pipe, steps=5), first)
         assert pattern(pipe) == steps
     assert torch.equal(tiny.call(pipe, steps=5), base)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_inference_mode_and_back(config: Any) -> None:
+    """Inference tensors have no version and may not be written to afterwards."""
+    pipe = moving()
+    conditions = [{"encoder_hidden_states": prompt(1)}, {"encoder_hidden_states": prompt(2)}]
+    with ck.cached(pipe, config):
+        first, steps = pipe(conditions=conditions), pattern(pipe)
+        assert "." in steps
+        with torch.inference_mode():
+            inside = [{"encoder_hidden_states": prompt(1)}, {"encoder_hidden_states": prompt(2)}]
+            assert torch.equal(pipe(conditions=inside), first)
+            assert pattern(pipe) == steps
+            with pytest.raises(AbortError):
+                pipe(conditions=inside, callback=lambda *_: (_ for _ in ()).throw(AbortError()))
+        assert torch.equal(pipe(conditions=conditions), first)
+        assert torch.equal(pipe(conditions=inside), first)

@@ -22,11 +22,16 @@ def test_context_managers_disable_also_after_an_error(form: str) -> None:
     model = Stack(3)
     before = traces(model)
     manager = ck.cached(model, ALWAYS) if form == "cached" else ck.enable_cache(model, ALWAYS)
-    with pytest.raises(ZeroDivisionError), manager as handle:
-        assert isinstance(handle, ck.Handle)
-        assert ck.is_cache_enabled(model)
-        bare_loop(model, 3)
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with manager as handle:
+            assert isinstance(handle, ck.Handle)
+            assert ck.is_cache_enabled(model)
+            bare_loop(model, 3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert traces(model) == before
     assert not ck.is_cache_enabled(model)
 

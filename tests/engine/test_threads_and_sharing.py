@@ -42,10 +42,14 @@ def together(*jobs: Any) -> list[Any]:
     return results
 
 
-def alternating(steps: int) -> Any:
+def alternating() -> Any:
     """A callback that lets two threads proceed in lockstep."""
     barrier = threading.Barrier(2, timeout=60)
-    return lambda *_: barrier.wait()
+
+    def wait(*_: Any) -> None:
+        barrier.wait()
+
+    return wait
 
 
 def test_two_pipelines_in_two_threads() -> None:
@@ -53,7 +57,7 @@ def test_two_pipelines_in_two_threads() -> None:
     for pipe in pipes:
         ck.enable_cache(pipe, CONFIG)
     expected = [pipe(8, x=latents(seed=index)) for index, pipe in enumerate(pipes)]
-    wait = alternating(8)
+    wait = alternating()
     results = together(*(lambda i=i, p=p: p(8, x=latents(seed=i), callback=wait) for i, p in enumerate(pipes)))
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert [pattern(pipe) for pipe in pipes] == ["#..#...."] * 2
@@ -64,7 +68,7 @@ def test_two_pipelines_that_share_a_transformer_in_two_threads() -> None:
     pipes = [ToyPipeline(model, FlowMatchEulerDiscreteScheduler()) for _ in range(2)]
     ck.enable_cache(pipes[0], CONFIG)
     expected = [pipe(8, x=latents(seed=i, tokens=4 + i)) for i, pipe in enumerate(pipes)]
-    wait = alternating(8)
+    wait = alternating()
     results = together(
         *(lambda i=i, p=p: p(8, x=latents(seed=i, tokens=4 + i), callback=wait) for i, p in enumerate(pipes))
     )
@@ -75,10 +79,55 @@ def test_two_threads_on_one_bare_denoiser() -> None:
     model = Stack(4, change)
     ck.enable_cache(model, CONFIG)
     expected = [bare_loop(model, 8, x=latents(seed=seed)) for seed in (0, 1)]
-    wait = alternating(8)
+    wait = alternating()
     results = together(*(lambda s=s: bare_loop(model, 8, x=latents(seed=s), at_step=wait) for s in (0, 1)))
     for result, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
+
+
+@pytest.mark.parametrize("config", [CONFIG, ck.FirstBlockCacheConfig(threshold=1e9)], ids=["scripted", "first_block"])
+def test_two_threads_learn_the_layout_at_the_same_time(config: Any) -> None:
+    """The very first calls of two threads are inside the same denoiser together, block by block."""
+
+    single = Stack(4, change)
+    with ck.cached(single, config):
+        expected = [bare_loop(single, 6, x=latents(seed=seed, tokens=4 + seed)) for seed in (0, 1)]
+        steps = pattern(single)
+    model = Stack(4, change)
+    wait = alternating()
+    for module in (model, *model.blocks):
+        module.register_forward_pre_hook(wait)
+    ck.enable_cache(model, config)
+    results = together(*(lambda s=s: bare_loop(model, 6, x=latents(seed=s, tokens=4 + s)) for s in (0, 1)))
+    for result, wanted in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
+    assert "." in steps
+    assert pattern(model) == steps
+    assert ck.stats(model).denoisers[""].runs == 2
+    assert ck.stats(model).denoisers[""].total_calls == 12
+
+
+def test_the_same_prompt_tensor_in_two_threads() -> None:
+    pipes = [toy_pipeline(change=change) for _ in range(2)]
+    shared = [{"encoder_hidden_states": prompt(1)}]
+    for pipe in pipes:
+        ck.enable_cache(pipe, CONFIG)
+    expected = [pipe(8, x=latents(seed=index), conditions=shared) for index, pipe in enumerate(pipes)]
+    jobs = (lambda i=i, p=p: p(8, x=latents(seed=i), conditions=shared) for i, p in enumerate(pipes))
+    assert all(torch.equal(a, b) for a, b in zip(together(*jobs), expected, strict=True))
+
+
+def test_a_cache_enabled_and_disabled_on_one_pipeline_while_another_runs() -> None:
+    runner, other = toy_pipeline(change=change), toy_pipeline(change=change)
+    ck.enable_cache(runner, CONFIG)
+    expected = runner(8)
+
+    def toggle(_: ToyPipeline, index: int) -> None:
+        with ck.cached(other, CONFIG):
+            other(2)
+
+    assert torch.equal(runner(8, callback=toggle), expected)
+    assert pattern(runner) == "#..#...."
 
 
 def test_pipelines_that_share_a_transformer_take_turns() -> None:

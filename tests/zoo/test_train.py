@@ -25,7 +25,7 @@ def threads() -> object:
 
 def toy_data() -> flow.Dataset:
     torch.manual_seed(0)
-    return flow.Dataset(torch.randn(40, 2, 64, 32), torch.randn(41, 10, 128), torch.randn(41, 64))
+    return flow.Dataset(torch.randn(40, 2, 64, 40), torch.randn(41, 10, 128), torch.randn(41, 64))
 
 
 def test_a_budget_ends_by_steps_or_by_the_clock() -> None:
@@ -69,7 +69,7 @@ def test_batches_show_every_glyph_before_any_again_and_drop_some_prompts() -> No
     empty = 0
     for _ in range(40):
         clean, noise, times, words, _pooled = next(batches)
-        assert clean.shape == noise.shape == (20, 64, 32)
+        assert clean.shape == noise.shape == (20, 64, 40)
         assert ((times > 0) & (times < 1)).all()
         same = (clean[:, None, None] == data.latents[None]).flatten(3).all(-1).any(-1)
         seen += same.int().argmax(1).tolist()

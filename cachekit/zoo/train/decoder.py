@@ -42,7 +42,7 @@ def refine_decoder(
     Args:
         vae: The trained autoencoder.
         pictures: uint8, shape (glyphs, views, 3, 64, 64).
-        latents: What the encoder makes of them, shape (glyphs, views, 8, 16, 16).
+        latents: What the encoder makes of them, shape (glyphs, views, 10, 16, 16).
         out: Folder of the checkpoint; an interrupted run goes on from there.
         steps: Number of steps, or None to end by ``minutes``.
         minutes: Wall-clock budget over all resumed parts, used when ``steps`` is None.

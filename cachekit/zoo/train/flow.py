@@ -24,7 +24,7 @@ from cachekit.zoo.train.parallel import Microbatches
 
 CONFIG: dict[str, Any] = {
     "patch_size": 1,
-    "in_channels": 32,
+    "in_channels": 40,
     "num_layers": 2,
     "num_single_layers": 6,
     "num_attention_heads": 6,
@@ -48,7 +48,7 @@ class Dataset:
     """What the transformer is trained on.
 
     Attributes:
-        latents: Scaled and packed latents, shape (glyphs, views, 64 tokens, 32).
+        latents: Scaled and packed latents, shape (glyphs, views, 64 tokens, 40).
         words: T5 states of every prompt, then of the empty prompt, shape (glyphs + 1, tokens, 128).
         pooled: Pooled CLIP states in the same order, shape (glyphs + 1, 64).
     """
