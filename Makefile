@@ -51,8 +51,9 @@ format: $(STAMP)  ## Rewrite the sources in the project's format and apply the s
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-conformance: $(STAMP)  ## Every contract for every strategy on every denoiser (long)
-	$(TEST_ENV) CACHEKIT_CONFORMANCE=full $(PY) -m pytest -n $(JOBS) -m "" tests/conformance $(PYTEST_ARGS)
+conformance: $(STAMP)  ## Every contract for every strategy on every denoiser, and the table in docs/ (long)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "" tests/conformance $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m tests.conformance.table docs/conformance.md
 
 clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .venv-ci build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

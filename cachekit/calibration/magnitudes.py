@@ -115,7 +115,7 @@ def calibrate_magnitudes(
         pipe, MagCacheConfig(calibrate=True, num_inference_steps=num_inference_steps), progress=False
     ) as handle:
         for text in texts:
-            pipe(text, num_inference_steps=num_inference_steps, **pipeline_kwargs)
+            pipe(prompt=text, num_inference_steps=num_inference_steps, **pipeline_kwargs)
             for branch, curve in handle.stats().magnitude_ratios.items():
                 curves.setdefault(branch, []).append(curve)
         model, dtype = _origin(pipe, handle.stats())

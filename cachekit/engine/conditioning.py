@@ -153,6 +153,7 @@ class Branch:
     dynamic: set[str] = field(default_factory=set)
     streaks: dict[str, int] = field(default_factory=dict)
     strengths: dict[str, float] = field(default_factory=dict)
+    is_over: bool = False
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
@@ -196,6 +197,7 @@ class BranchBook:
         """Keep nothing of branches that were called in this last step, or no longer in the step before."""
         for branch in self.branches:
             if branch in self._called or branch.step < self._step - 1:
+                branch.is_over = True
                 branch.let_go()
 
     def let_go(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,84 +13,22 @@ from torch import nn
 
 from cachekit.engine import observers
 from cachekit.engine.binding import bind, tensors_in
-from cachekit.engine.clock import BareClock, View, calling_pipeline
-from cachekit.engine.conditioning import BranchBook, Conditioning, Match
-from cachekit.engine.discovery import latent_names, timestep_names, unwrap
+from cachekit.engine.conditioning import Match
+from cachekit.engine.discovery import unwrap
 from cachekit.engine.history import Entry, History
 from cachekit.engine.hooks import Hook, Inner
+from cachekit.engine.own_cache import fills_own_cache
 from cachekit.engine.rules import CAP_REASON, GateContext, Rule
 from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
 from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError
+from cachekit.engine.state import BranchState, Call, RunState
 from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats, RunStats
+from cachekit.engine.tracker import Tracker
 from cachekit.engine.weights import WeightWatch
 from cachekit.errors import UnsupportedModelError, warn
 
 FEW_STEPS = 8
 _TELLING_STEPS = 4
-
-
-@dataclass
-class BranchState:
-    """What is remembered of one guidance branch during one run."""
-
-    history: History
-    consecutive: int = 0
-    signature: Hashable = None
-    weights: Hashable = None
-
-    def forget(self) -> None:
-        self.history.clear()
-        self.consecutive = 0
-
-
-@dataclass(eq=False)
-class RunState:
-    """Everything that dies with a run."""
-
-    stats: RunStats
-    book: BranchBook = field(default_factory=BranchBook)
-    branches: dict[str, BranchState] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
-    ended: bool = False
-    weighed: tuple[int, Hashable] = (-1, None)
-
-    def weights(self, step: int, watch: WeightWatch) -> Hashable:
-        """Fingerprint of the weights, taken once a step: users change them between steps."""
-        if step != self.weighed[0]:
-            self.weighed = step, watch.fingerprint()
-        return self.weighed[1]
-
-    def let_go(self) -> None:
-        """Keep no tensor alive."""
-        self.book.let_go()
-        for state in self.branches.values():
-            state.forget()
-
-    def nbytes(self) -> int:
-        return sum(state.history.nbytes() for state in self.branches.values())
-
-
-@dataclass
-class Call:
-    """One denoiser call in flight."""
-
-    run: RunState
-    view: View
-    branch: str
-    state: BranchState
-    forced: str | None
-    sources: tuple[torch.Tensor, ...]
-    syncs: int = 0
-    reused: bool = False
-    reason: str = ""
-    score: float | None = None
-    site_pass: SitePass | None = None
-    own_seconds: float = 0.0
-
-    def read(self, tensor: torch.Tensor) -> float:
-        """One number from the device."""
-        self.syncs += 1
-        return float(tensor)
 
 
 class DenoiserEngine:
@@ -120,17 +57,12 @@ class DenoiserEngine:
     ) -> None:
         self.name, self.label, self.site, self.rule = name, label, site, rule
         self._strict, self._progress = strict, progress
-        self._branch_names = tuple(branches) if branches else None
         self._module = weakref.ref(module)
         core = unwrap(module)
         self._core = weakref.ref(core)
-        self._latents = latent_names(core)
-        self._timesteps = timestep_names(core)
-        self._excluded = frozenset((*self._latents, *self._timesteps, "return_dict"))
         self._watch = WeightWatch(core)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._tracker = Tracker(core, branches, self._new_run)
         self._local = threading.local()
-        self._all_runs: weakref.WeakSet[RunState] = weakref.WeakSet()
         self._last: RunStats | None = None
         self._runs = self._total_calls = self._total_reused = 0
         self._lock = threading.Lock()
@@ -161,18 +93,18 @@ class DenoiserEngine:
     def follow(self, pipeline: Any) -> None:
         """Take steps from the scheduler of `pipeline` when it is the one that runs."""
         session = session_of(pipeline)
-        self._sessions.add(session)
+        self._tracker.sessions.add(session)
         session.engines.add(self)
 
     def update(self, rule: Rule, label: str) -> None:
         """Use another rule on the same site from the next call on; what is held is let go."""
         self.rule, self.label = rule, label
-        for run in list(self._all_runs):
+        for run in list(self._tracker.runs):
             run.branches.clear()
 
     def free(self) -> None:
         """Let go of all results that are held."""
-        for run in list(self._all_runs):
+        for run in list(self._tracker.runs):
             run.let_go()
 
     def compiled(self, module: nn.Module) -> None:
@@ -195,11 +127,11 @@ class DenoiserEngine:
         self._root.remove()
         self.free()
         observers.release(self)
-        for session in list(self._sessions):
+        for session in list(self._tracker.sessions):
             session.engines.discard(self)
 
     def stats(self) -> DenoiserStats:
-        held = sum(run.nbytes() for run in list(self._all_runs))
+        held = sum(run.nbytes() for run in list(self._tracker.runs))
         return DenoiserStats(
             self.name,
             self.label,
@@ -248,7 +180,7 @@ class DenoiserEngine:
         except BaseException:
             call.state.forget()
             call.run.ended = True
-            self._thread().clock.abort()
+            self._tracker.abort()
             raise
         call.own_seconds += time.perf_counter() - started - spent
         self._close(call)
@@ -277,6 +209,7 @@ class DenoiserEngine:
             decide=lambda signal: self._decide(call, signal),
             sources=call.sources,
             signature=call.state.signature,
+            read=call.read,
         )
         call.site_pass = self.site.begin(call.branch, context)
         self._local.call = call
@@ -339,138 +272,62 @@ class DenoiserEngine:
     # before and after
 
     def _open(self, arguments: dict[str, Any]) -> Call:
-        conditioning = Conditioning.of(arguments, self._excluded)
-        run, view, match = self._locate(arguments, conditioning)
+        run, view, match = self._tracker.locate(arguments)
+        if self._last is not run.stats:
+            self._last = run.stats
+            self._follow_run(run)
         branch = match.branch.name
         state = run.branches.get(branch)
         if state is None:
             state = run.branches[branch] = BranchState(History(self.rule.predictor.depth))
-        sources = tuple(t for name in self._latents for t in tensors_in(arguments.get(name)) if t.is_floating_point())
-        call = Call(run, view, branch, state, None, sources, syncs=run.book.comparer.take())
-        call.forced = _own_cache(arguments) or self._obstacle(run, view, state, sources, match)
+        tensors = (tensor for name in self._tracker.latents for tensor in tensors_in(arguments.get(name)))
+        call = Call(run, view, branch, state, tuple(tensor for tensor in tensors if tensor.is_floating_point()))
+        call.forced = self._obstacle(call, arguments, match)
         return call
 
-    def _obstacle(
-        self, run: RunState, view: View, state: BranchState, sources: Sequence[torch.Tensor], match: Match
-    ) -> str | None:
+    def _follow_run(self, run: RunState) -> None:
+        session = self._tracker.session_of(run)
+        if session is not None:
+            session.engines.add(self)
+
+    def _obstacle(self, call: Call, arguments: dict[str, Any], match: Match) -> str | None:
         """Why nothing that was kept may be used in this call; forgets what no longer holds."""
-        reason = None
-        signature = tuple((tuple(t.shape), t.dtype, t.device) for t in sources)
+        state, difference, reason = call.state, match.difference, None
+        signature = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in call.sources)
         if signature != state.signature:
             reason = None if state.signature is None else "new shape, dtype or device"
-        elif match.difference.reshaped or match.difference.structural:
+        elif difference.reshaped or difference.structural:
             reason = "the conditioning has another form"
-        elif match.difference.changed:
+        elif difference.changed:
             reason = "the conditioning changed"
-        weights = run.weights(view.step, self._watch)
+        weights = call.run.weights(call.view.step, self._watch)
         if weights != state.weights and state.weights is not None:
             reason = "the weights changed"
         state.signature, state.weights = signature, weights
         if getattr(self._core(), "_cache_config", None) is not None:
             reason = "diffusers' own cache was enabled on this model; call its disable_cache()"
+        if fills_own_cache(arguments):
+            reason = "the call fills the model's own key/value cache"
         if torch.is_grad_enabled():
             reason = "gradients are enabled"
         if reason is not None:
             state.forget()
         return reason
 
-    def _locate(self, arguments: dict[str, Any], conditioning: Conditioning) -> tuple[RunState, View, Match]:
-        timestep = next((arguments[name] for name in self._timesteps if arguments.get(name) is not None), None)
-        name = observers.context_name(self.module)
-        found = self._scheduler_view(timestep)
-        if found is not None:
-            session, view = found
-            run = self._run(session, view)
-            run.book.begin_step(view.step)
-            if not self._stands_still(run, conditioning, name, timestep):
-                return run, view, run.book.match(conditioning, self._named(run, name), timestep)
-            session.clock.stuck = True
-            self._lead_by_timestep(session, run)
-        return self._bare_view(conditioning, name, timestep)
-
-    def _scheduler_view(self, timestep: Any) -> tuple[Session, View] | None:
-        tensor = timestep if isinstance(timestep, torch.Tensor) else None
-        pipeline = calling_pipeline()
-        if pipeline is not None:
-            self.follow(pipeline)
-            session = session_of(pipeline)
-            view = session.clock.read(session.scheduler, tensor, getattr(pipeline, "_current_timestep", None))
-            return None if view is None else (session, view)
-        for session in list(self._sessions):
-            # A loop of the user's own: the scheduler counts when its current entry is what the denoiser was given.
-            view = None if session.scheduler is None else session.clock.read(session.scheduler, tensor, None)
-            if view is not None and view.timestep is not None and tensor is not None:
-                value = float(tensor.float().max())
-                self._thread().syncs += 1
-                if any(abs(value - view.timestep / scale) <= 1e-3 * max(abs(value), 1e-6) for scale in (1, 1000)):
-                    return session, view
-        return None
-
-    def _bare_view(self, conditioning: Conditioning, name: str | None, timestep: Any) -> tuple[RunState, View, Match]:
-        thread = self._thread()
-        value = _number(timestep)
-        thread.syncs += isinstance(timestep, torch.Tensor)
-        known = thread.runs.get(None)
-        branch = None if known is None else known.book.peek(conditioning, name)
-        view = thread.clock.read(value, branch)
-        run = self._run(None, view)
-        run.book.begin_step(view.step)
-        match = run.book.match(conditioning, self._named(run, name), timestep)
-        thread.clock.saw(match.branch.name)
-        return run, view, match
-
-    def _lead_by_timestep(self, session: Session, run: RunState) -> None:
-        """From now on this run is followed by the value of its timestep; so far it had one step."""
-        thread = self._thread()
-        value = _number(run.book.first_timestep)
-        thread.syncs += 1
-        run.stats.run = thread.clock.take_over(value, {branch.name for branch in run.book.branches})
-        run.stats.source, run.stats.steps = "timestep", None
-        thread.runs[None] = thread.runs.pop(session)
-
-    def _named(self, run: RunState, name: str | None) -> str | None:
-        if name is None and self._branch_names is not None:
-            return self._branch_names[run.book.called % len(self._branch_names)]
-        return name
-
-    def _stands_still(self, run: RunState, conditioning: Conditioning, name: str | None, timestep: Any) -> bool:
-        """True when a branch is called again in the "same" step with another timestep: nobody steps the scheduler."""
-        earlier = run.book.earlier_timestep(conditioning, name)
-        if not isinstance(earlier, torch.Tensor) or not isinstance(timestep, torch.Tensor) or earlier is timestep:
-            return False
-        self._thread().syncs += 1
-        return earlier.shape != timestep.shape or not torch.equal(earlier, timestep)
-
-    def _thread(self) -> _ThreadState:
-        state: _ThreadState | None = getattr(self._local, "state", None)
-        if state is None:
-            state = self._local.state = _ThreadState()
-        return state
-
-    def _run(self, session: Session | None, view: View) -> RunState:
-        runs = self._thread().runs
-        run = runs.get(session)
-        if run is None or run.stats.run != view.run or run.stats.source != view.source:
-            if run is not None:
-                run.branches.clear()
-                if len(run.stats.computed_steps()) >= _TELLING_STEPS:
-                    self._end_of_run(run)
-            for dead in [key for key in runs if key is not None and key.pipeline is None]:
-                del runs[dead]
-            for hook in self.site.hooks:
-                hook.ensure()
-            run = runs[session] = RunState(RunStats(view.run, view.steps, view.source))
-            self._all_runs.add(run)
-            with self._lock:
-                self._runs += 1
-                self._last = run.stats
-        return run
+    def _new_run(self, old: RunState | None) -> None:
+        """A run begins; `old` is the one it takes the place of."""
+        if old is not None:
+            old.branches.clear()
+            if len(old.stats.computed_steps()) >= _TELLING_STEPS:
+                self._end_of_run(old)
+        for hook in self.site.hooks:
+            hook.ensure()
+        with self._lock:
+            self._runs += 1
 
     def _close(self, call: Call) -> None:
-        run, thread = call.run, self._thread()
-        call.syncs += thread.syncs + run.book.comparer.take()
-        thread.syncs = 0
-        stats = run.stats
+        run, stats = call.run, call.run.stats
+        call.syncs += self._tracker.take_syncs(run)
         stats.decisions.append(Decision(call.view.step, call.branch, call.reused, call.reason, call.score, call.syncs))
         stats.overhead_seconds += call.own_seconds
         stats.peak_bytes = max(stats.peak_bytes, run.nbytes())
@@ -478,25 +335,15 @@ class DenoiserEngine:
             self._last = stats
             self._total_calls += 1
             self._total_reused += call.reused
+        session = self._tracker.session_of(run)
         if call.view.is_last:
-            self._last_step(call)
-        if self._progress:
-            session = next((s for s, r in thread.runs.items() if r is run), None)
-            if session is not None:
-                session.show(f"reused {stats.reused}/{stats.calls}")
-
-    def _last_step(self, call: Call) -> None:
-        """Give back what no later call of this run can use."""
-        call.run.book.last_step()
-        for branch in call.run.book.branches:
-            if not branch.conditioning.leaves:
-                call.run.branches[branch.name].forget()
-        for session, run in list(self._thread().runs.items()):
-            if run is call.run and session is not None:
-                for engine in list(session.engines):
-                    if engine is not self:
-                        engine.leave(session, call.view.step)
-        self._end_of_run(call.run)
+            run.last_step()
+            for engine in list(session.engines if session is not None else ()):
+                if engine is not self and session is not None:
+                    engine.leave(session, call.view.step)
+            self._end_of_run(run)
+        if self._progress and session is not None:
+            session.show(f"reused {stats.reused}/{stats.calls}")
 
     def _end_of_run(self, run: RunState) -> None:
         """What has to be said about a whole run."""
@@ -516,7 +363,7 @@ class DenoiserEngine:
 
     def leave(self, session: Session, step: int) -> None:
         """Another denoiser of the pipeline is in the last step; give back what no later call will use."""
-        run = self._thread().runs.get(session)
+        run = self._tracker.run_of(session)
         if run is not None and all(decision.step < step for decision in run.stats.decisions[-1:]):
             run.let_go()
             self._end_of_run(run)
@@ -526,32 +373,3 @@ class DenoiserEngine:
             run.warned.add(text)
             run.stats.notes.append(text)
             warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
-
-
-def _number(timestep: Any) -> float | None:
-    """A timestep as one number; per-token timesteps by their maximum."""
-    if isinstance(timestep, torch.Tensor):
-        return float(timestep.float().max())
-    return float(timestep) if isinstance(timestep, (int, float)) else None
-
-
-def _own_cache(arguments: dict[str, Any]) -> str | None:
-    """An objection when this call writes a key/value cache that the model keeps itself; such a call must run."""
-    caches = {name: value for name, value in arguments.items() if name.startswith("kv_cache") and value is not None}
-    modes = [value if isinstance(value, str) else getattr(value, "mode", None) for value in caches.values()]
-    fills = [value.get("is_cache_step") for value in caches.values() if isinstance(value, Mapping)]
-    if not caches or any(mode in _READING for mode in modes) or False in fills:
-        return None
-    return "the call fills the model's own key/value cache"
-
-
-_READING = ("cached", "read", "inject")
-
-
-class _ThreadState:
-    """Clocks and runs of one thread."""
-
-    def __init__(self) -> None:
-        self.clock = BareClock()
-        self.runs: dict[Session | None, RunState] = {}
-        self.syncs = 0

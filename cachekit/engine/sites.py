@@ -37,6 +37,7 @@ class PassContext:
         decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
         sources: the latents of this call, for tracing.
         signature: shape, dtype and device of the latents.
+        read: reads one number back from the device; counted in the statistics.
     """
 
     step: int
@@ -46,6 +47,7 @@ class PassContext:
     decide: Callable[[torch.Tensor | None], bool]
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
+    read: Callable[[torch.Tensor], float]
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""

@@ -17,7 +17,7 @@ from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Place, Slot, residual_layout, unet_layout
 from cachekit.engine.rules import StackSpec
 from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, frozen, kept_form
-from cachekit.engine.streams import cosine, match_streams, still_fits
+from cachekit.engine.streams import Read, cosine, match_streams, still_fits
 from cachekit.engine.taint import Taint
 
 LayoutKey = tuple[str, Hashable]
@@ -299,7 +299,7 @@ class TracePass:
         known = self._streams_of.get((slot.list_name, type(slot.module)))
         if known is not None and still_fits(known, capture.values, output):
             return known
-        streams = match_streams(slot.module, capture.values, reached, output)
+        streams = match_streams(slot.module, capture.values, reached, output, self._context.read)
         self._streams_of.setdefault((slot.list_name, type(slot.module)), streams)
         return streams
 
@@ -315,7 +315,7 @@ class TracePass:
         output, before = floating_parts(self._events[-1].output)[key], self._given[name]
         for stream in (slot.streams or {}).values():
             after = capture.values[stream]
-            if after.shape == before.shape and cosine(after - before, output) > _PARALLEL:
+            if after.shape == before.shape and cosine(after - before, output, self._context.read) > _PARALLEL:
                 last.is_side = True
 
     def _record(self, slot: Slot, reached: set[str], capture: _Capture, output: Any) -> None:
@@ -328,7 +328,7 @@ class TracePass:
         previous = self._latest.get(slot.list_name)
         goes_on = previous is not None and previous.slot.position < slot.position
         if goes_on and previous is self._events[-1]:
-            slot.restarts = _restarts(slot, capture, previous.output)
+            slot.restarts = _restarts(slot, capture, previous.output, self._context.read)
         if not goes_on or slot.restarts or previous is not self._events[-1] or self._after_probe:
             event.before = capture.values
         if (
@@ -363,11 +363,11 @@ def probe_signal(slot: Slot, capture: _Capture, output: Any) -> torch.Tensor | N
     return residuals[0] if len(residuals) == 1 else torch.cat([residual.flatten() for residual in residuals])
 
 
-def _restarts(slot: Slot, capture: _Capture, before: Any) -> bool:
+def _restarts(slot: Slot, capture: _Capture, before: Any, read: Read) -> bool:
     """True when a block's latent input has little to do with what the block before it returned."""
     parts, streams = floating_parts(before), slot.streams or {}
     pairs = [(parts[key], capture.values[streams[key]]) for key in slot.carriers if key in parts]
-    return any(a.shape == b.shape and cosine(a, b) < _UNRELATED for a, b in pairs)
+    return any(a.shape == b.shape and cosine(a, b, read) < _UNRELATED for a, b in pairs)
 
 
 def add_changes(

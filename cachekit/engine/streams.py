@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 from cachekit.engine.binding import Key, is_floating, items
 from cachekit.engine.metadata import TransformerBlockRegistry
 
+Read = Callable[[torch.Tensor], float]
+
 
 def match_streams(
-    block: nn.Module, arguments: Mapping[str, Any], reached: Container[str], output: Any
+    block: nn.Module, arguments: Mapping[str, Any], reached: Container[str], output: Any, read: Read
 ) -> dict[Key, str]:
     """Output key -> name of the argument that it continues; outputs without a partner are left out.
 
@@ -26,6 +28,7 @@ def match_streams(
         arguments: its tensors as they were before the call.
         reached: names of the arguments that depend on the latents.
         output: what it returned.
+        read: reads a number back from the device.
     """
     outputs = {key: value for key, value in items(output) if is_floating(value)}
     metadata = TransformerBlockRegistry.find(type(block))
@@ -42,7 +45,7 @@ def match_streams(
         pairs = [pair for pair in pairs if pair[1] in reached] or pairs
     if len(outputs) == 1 and len(pairs) == 1:
         return dict(pairs)
-    scored = sorted(pairs, key=lambda pair: -cosine(outputs[pair[0]], candidates[pair[1]]))
+    scored = sorted(pairs, key=lambda pair: -cosine(outputs[pair[0]], candidates[pair[1]], read))
     streams: dict[Key, str] = {}
     for key, name in scored:
         if key not in streams and name not in streams.values():
@@ -62,7 +65,7 @@ def _alike(value: Any, output: torch.Tensor) -> bool:
     return is_floating(value) and value.shape == output.shape and value.ndim >= 2
 
 
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+def cosine(a: torch.Tensor, b: torch.Tensor, read: Read) -> float:
     """Cosine similarity of two tensors of equal shape; -1 where it is not a number."""
     similarity = torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)
-    return float(similarity.nan_to_num(-1.0))
+    return read(similarity.nan_to_num(-1.0))

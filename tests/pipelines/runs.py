@@ -1,0 +1,165 @@
+"""Runs of the tiny pipelines under each strategy, made once and shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+import cachekit as ck
+
+from .tiny import TinyPipeline, pipelines
+
+STEPS = 8
+ALL = {tiny.name: tiny for tiny in pipelines()}
+TWO_CALLS = [name for name, tiny in ALL.items() if tiny.two_call_guidance]
+CONTROLLED = ("flux-controlnet", "sd15-controlnet")
+HEAVY = (*CONTROLLED, "hunyuan-video", "lumina2")
+STRATEGIES = ("first_block", "magcache", "taylorseer", "taylorseer-attention")
+ENTRIES = {"flux-img2img": 6, "sd15": STEPS + 1, "sd15-controlnet": STEPS + 1}
+"""Executed entries of the schedule where they are not `STEPS`: strength 0.75, and PNDM's additional call."""
+READS = ("item", "__float__", "__int__", "__bool__", "__index__")
+
+
+class AbortError(Exception):
+    """Ends a run from its callback."""
+
+
+def names(*chosen: str) -> list[Any]:
+    """Pipelines as test parameters, the heaviest marked slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in chosen or ALL]
+
+
+def entries(name: str) -> int:
+    """Entries of the schedule that a run of `STEPS` steps executes."""
+    return ENTRIES.get(name, STEPS)
+
+
+def branches(name: str, guidance: bool) -> int:
+    """Denoiser calls per entry."""
+    return 2 if guidance and ALL[name].two_call_guidance else 1
+
+
+@cache
+def built(name: str) -> DiffusionPipeline:
+    return ALL[name].build()
+
+
+@cache
+def uncached(name: str, guidance: bool) -> Tensor:
+    assert not ck.is_cache_enabled(built(name))
+    return ALL[name].call(built(name), steps=STEPS, guidance=guidance)
+
+
+class _Listener:
+    """Stands in for a pipeline and keeps what it is called with."""
+
+    kwargs: dict[str, Any]
+
+    def __call__(self, **kwargs: Any) -> tuple[Tensor]:
+        self.kwargs = kwargs
+        return (torch.zeros(1),)
+
+
+def arguments(tiny: TinyPipeline, **options: Any) -> dict[str, Any]:
+    """What `tiny.call` passes on to the pipeline, without the prompt and the number of steps."""
+    listener = _Listener()
+    tiny.call(listener, **options)  # type: ignore[arg-type]
+    return {key: value for key, value in listener.kwargs.items() if key not in ("prompt", "num_inference_steps")}
+
+
+@cache
+def ratios(name: str) -> dict[str, list[float]]:
+    """Magnitude ratios by the two-step flow: a run that calibrates, then the statistics."""
+    pipe = built(name)
+    with ck.cached(pipe, ck.MagCacheConfig(calibrate=True, num_inference_steps=STEPS)) as handle:
+        ALL[name].call(pipe, steps=STEPS)
+        return handle.stats().magnitude_ratios
+
+
+def never(name: str, strategy: str) -> ck.CacheConfig:
+    """Settings under which nothing may be skipped."""
+    return {
+        "first_block": lambda: ck.FirstBlockCacheConfig(0.0),
+        "magcache": lambda: ck.MagCacheConfig(threshold=0.0, mag_ratios=ratios(name)),
+        "taylorseer": lambda: ck.TaylorSeerCacheConfig(1),
+        "taylorseer-attention": lambda: ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
+    }[strategy]()
+
+
+def always(name: str, strategy: str) -> ck.CacheConfig:
+    """Settings under which all is skipped that the strategy can skip."""
+    return {
+        "first_block": lambda: ck.FirstBlockCacheConfig(1e9),
+        "magcache": lambda: ck.MagCacheConfig(threshold=1e9, mag_ratios=ratios(name)),
+        "taylorseer": lambda: ck.TaylorSeerCacheConfig(3),
+        "taylorseer-attention": lambda: ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
+    }[strategy]()
+
+
+@contextmanager
+def counted(name: str) -> Iterator[Counter[str]]:
+    """Counts the calls of each denoiser, from outside of cachekit."""
+    counts: Counter[str] = Counter()
+    handles = [
+        getattr(built(name), part).register_forward_pre_hook(lambda *_, part=part: counts.update([part]))
+        for part in ALL[name].denoisers
+    ]
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def read_backs() -> Iterator[list[str]]:
+    """Values that cachekit's own code reads back, as they happen; a whole list read once per run is no part of it."""
+    seen: list[str] = []
+
+    def watched(owner: Any, name: str) -> Any:
+        function = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if str(sys._getframe(1).f_globals.get("__name__")).startswith("cachekit"):
+                seen.append(name)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, watched(torch.Tensor, name))
+        for name in ("equal", "allclose"):
+            patch.setattr(torch, name, watched(torch, name))
+        yield seen
+
+
+@dataclass(frozen=True)
+class Record:
+    """One cached run and, with guidance, an equal one after it."""
+
+    output: Tensor
+    again: Tensor | None
+    stats: ck.Stats
+    calls: Counter[str]
+    reads: list[str]
+
+
+@cache
+def record(name: str, strategy: str, guidance: bool) -> Record:
+    """A run that skips always."""
+    pipe = built(name)
+    with ck.cached(pipe, always(name, strategy)) as handle:
+        with counted(name) as calls, read_backs() as reads:
+            output = ALL[name].call(pipe, steps=STEPS, guidance=guidance)
+        stats = handle.stats()
+        again = ALL[name].call(pipe, steps=STEPS, guidance=guidance) if guidance else None
+    return Record(output, again, stats, calls, reads)

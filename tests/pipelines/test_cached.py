@@ -1,0 +1,211 @@
+"""Real pipelines end to end under every strategy, with and without guidance: exact where nothing is skipped, equal runs
+stay equal whatever ran in between, and disabling restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+import cachekit as ck
+
+from .runs import (
+    ALL,
+    STEPS,
+    STRATEGIES,
+    TWO_CALLS,
+    AbortError,
+    always,
+    arguments,
+    branches,
+    built,
+    counted,
+    entries,
+    names,
+    never,
+    record,
+    uncached,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::cachekit.CacheWarning")
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_guidance = pytest.mark.parametrize("guidance", [True, False], ids=["guided", "unguided"])
+STOP = 2
+"""The step after which a run is aborted."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_is_left() -> Iterator[None]:
+    """A failed test must not spoil the next."""
+    yield
+    for name in ALL:
+        if built.cache_info().currsize and ck.is_cache_enabled(built(name)):
+            ck.disable_cache(built(name))
+
+
+def abort(_: DiffusionPipeline, index: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+    if index == STOP:
+        raise AbortError
+    return values
+
+
+def interrupt(pipe: DiffusionPipeline, index: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
+    if index == STOP:
+        pipe._interrupt = True
+    return values
+
+
+@every_guidance
+@every_strategy
+@pytest.mark.parametrize("name", names())
+def test_never_skipping_changes_no_bit(name: str, strategy: str, guidance: bool) -> None:
+    base = uncached(name, guidance)
+    with ck.cached(built(name), never(name, strategy)) as handle:
+        output = ALL[name].call(built(name), steps=STEPS, guidance=guidance)
+        stats = handle.stats()
+    assert stats.reused == 0
+    assert torch.equal(output, base)
+    if strategy == "first_block":
+        scores = [d.score for item in stats.denoisers.values() for d in item.last.decisions if d.score is not None]
+        assert min(scores) > 0, "the probe does not see that the latents move"
+
+
+@every_guidance
+@every_strategy
+@pytest.mark.parametrize("name", names())
+def test_always_skipping_reuses_and_repeats(name: str, strategy: str, guidance: bool) -> None:
+    run = record(name, strategy, guidance)
+    for part in ALL[name].denoisers:
+        assert run.stats.denoisers[part].last.reused > 0, str(run.stats)
+    assert run.output.shape == uncached(name, guidance).shape
+    assert torch.isfinite(run.output).all()
+    assert not torch.equal(run.output, uncached(name, guidance))
+    if guidance:
+        assert torch.equal(run.again, run.output)
+
+
+@every_strategy
+@pytest.mark.parametrize("name", names())
+def test_an_aborted_run_and_other_runs_do_not_leak(name: str, strategy: str) -> None:
+    tiny, pipe = ALL[name], built(name)
+    base, clean = uncached(name, True), record(name, strategy, True)
+    with ck.cached(pipe, always(name, strategy)):
+        with counted(name) as calls, pytest.raises(AbortError):
+            tiny.call(pipe, steps=STEPS, callback=abort)
+        assert calls.total() == (STOP + 1) * branches(name, True)
+        assert torch.equal(tiny.call(pipe, steps=STEPS), clean.output)
+        tiny.call(pipe, steps=5, prompt="a red car", size=1, batch=2, guidance=False)
+        assert torch.equal(tiny.call(pipe, steps=STEPS), clean.output)
+        assert ck.stats(pipe).reused == clean.stats.reused
+    assert torch.equal(tiny.call(pipe, steps=STEPS), base)
+
+
+@every_strategy
+@pytest.mark.parametrize("name", [name for name in names() if hasattr(type(built(name.values[0])), "interrupt")])
+def test_an_interrupted_run_does_not_leak(name: str, strategy: str) -> None:
+    tiny, pipe = ALL[name], built(name)
+    clean = record(name, strategy, False)
+    with ck.cached(pipe, always(name, strategy)):
+        with counted(name) as calls:
+            tiny.call(pipe, steps=STEPS, guidance=False, callback=interrupt)
+        assert calls.total() == STOP + 1
+        assert torch.equal(tiny.call(pipe, steps=STEPS, guidance=False), clean.output)
+        assert ck.stats(pipe).reused == clean.stats.reused
+
+
+@pytest.mark.parametrize("name", names())
+def test_guidance_changes_from_run_to_run(name: str) -> None:
+    """The batch doubles and halves, or a second branch comes and goes, without a reset."""
+    tiny, pipe = ALL[name], built(name)
+    with ck.cached(pipe, always(name, "taylorseer")):
+        for guidance in (True, False, True):
+            output = tiny.call(pipe, steps=STEPS, guidance=guidance)
+            assert torch.equal(output, record(name, "taylorseer", guidance).output)
+
+
+@every_guidance
+@every_strategy
+@pytest.mark.parametrize("name", names())
+def test_statistics_tell_what_happened(name: str, strategy: str, guidance: bool) -> None:
+    run = record(name, strategy, guidance)
+    assert run.stats.calls == run.calls.total() == entries(name) * branches(name, guidance)
+    assert run.stats.bytes_held == 0
+    assert run.stats.peak_bytes > 0
+    steps: dict[str, list[int]] = {}
+    for part, item in run.stats.denoisers.items():
+        assert item.last.calls == run.calls[part]
+        assert item.last.steps == entries(name)
+        assert item.last.source == "scheduler"
+        assert all(decision.reason for decision in item.last.decisions)
+        for branch in item.last.branches:
+            steps.setdefault(branch, []).extend(decision.step for decision in item.last.of(branch))
+    assert len(steps) == branches(name, guidance)
+    assert all(taken == list(range(entries(name))) for taken in steps.values()), steps
+
+
+@pytest.mark.parametrize("strategy", ["taylorseer", "taylorseer-attention"])
+@pytest.mark.parametrize("name", names(*TWO_CALLS))
+def test_both_branches_have_one_pattern(name: str, strategy: str) -> None:
+    run = record(name, strategy, True)
+    for part in ALL[name].denoisers:
+        last = run.stats.denoisers[part].last
+        assert last.branches == ("cond", "uncond")
+        cond, uncond = ([decision.reused for decision in last.of(branch)] for branch in last.branches)
+        assert cond == uncond
+        assert True in cond
+
+
+@every_guidance
+@every_strategy
+@pytest.mark.parametrize("name", names())
+def test_host_syncs(name: str, strategy: str, guidance: bool) -> None:
+    """None for strategies that do not look at values, one for each decision of those that do; and none untold.
+
+    Control residuals are compared by value, so pipelines with a control net may read more.
+    """
+    run = record(name, strategy, guidance)
+    assert run.stats.host_syncs == len(run.reads)
+    if "controlnet" in name:
+        return
+    for item in run.stats.denoisers.values():
+        for decision in item.last.decisions:
+            asked = strategy == "first_block" and decision.score is not None
+            assert decision.syncs == int(asked), decision
+    asked = sum(d.score is not None for item in run.stats.denoisers.values() for d in item.last.decisions)
+    assert asked > 0 or strategy.startswith("taylorseer")
+
+
+@pytest.mark.parametrize("strategy", ["taylorseer", "taylorseer-attention"])
+@pytest.mark.parametrize("name", names(*TWO_CALLS))
+def test_guidance_survives(name: str, strategy: str) -> None:
+    """What guidance does to the final latents points the same way."""
+    effect = uncached(name, True) - uncached(name, False)
+    kept = record(name, strategy, True).output - record(name, strategy, False).output
+    assert torch.cosine_similarity(effect.flatten(), kept.flatten(), dim=0) >= 0.9
+
+
+@pytest.mark.parametrize("name", names())
+def test_calibrated_ratios_count_the_steps(name: str) -> None:
+    """Also joined over the two experts of Wan 2.2."""
+    tiny, pipe = ALL[name], built(name)
+    measured = ck.calibrate_magnitudes(pipe, "a cat", STEPS, **arguments(tiny))
+    assert not ck.is_cache_enabled(pipe)
+    assert measured.steps == entries(name)
+    assert len(measured.ratios) == branches(name, True)
+    for curve in measured.ratios.values():
+        assert len(curve) == entries(name)
+        assert curve[0] == 1.0
+        assert all(0.2 < ratio < 5 for ratio in curve)
+        assert len(set(curve)) > entries(name) // 2
