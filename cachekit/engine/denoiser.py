@@ -13,7 +13,7 @@ from torch import nn
 
 from cachekit.engine import observers
 from cachekit.engine.binding import bind, tensors_in
-from cachekit.engine.conditioning import Match
+from cachekit.engine.branches import Match
 from cachekit.engine.discovery import unwrap
 from cachekit.engine.history import Entry, History
 from cachekit.engine.hooks import Hook, Inner

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
-from cachekit.engine.conditioning import BranchBook
 from cachekit.engine.history import History
 from cachekit.engine.sites import SitePass
 from cachekit.engine.stats import RunStats

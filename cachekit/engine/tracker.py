@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from cachekit.engine import observers
+from cachekit.engine.branches import Match
 from cachekit.engine.clock import BareClock, View, calling_pipeline
-from cachekit.engine.conditioning import Conditioning, Match
+from cachekit.engine.conditioning import Conditioning
 from cachekit.engine.discovery import latent_names, timestep_names
 from cachekit.engine.session import Session, session_of
 from cachekit.engine.state import RunState

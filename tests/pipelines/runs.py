@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,9 @@ HEAVY = (*CONTROLLED, "hunyuan-video", "lumina2")
 STRATEGIES = ("first_block", "magcache", "taylorseer", "taylorseer-attention")
 ENTRIES = {"flux-img2img": 6, "sd15": STEPS + 1, "sd15-controlnet": STEPS + 1}
 """Executed entries of the schedule where they are not `STEPS`: strength 0.75, and PNDM's additional call."""
-READS = ("item", "__float__", "__int__", "__bool__", "__index__")
+TWO_STEPS = ("flux2", "wan-two-experts")
+"""Pipelines whose magnitude ratios are made by `MagCacheConfig(calibrate=True)`, the others by the function."""
+READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 
 
 class AbortError(Exception):
@@ -78,11 +80,13 @@ def arguments(tiny: TinyPipeline, **options: Any) -> dict[str, Any]:
 
 
 @cache
-def ratios(name: str) -> dict[str, list[float]]:
-    """Magnitude ratios by the two-step flow: a run that calibrates, then the statistics."""
-    pipe = built(name)
+def ratios(name: str) -> Mapping[str, Sequence[float]]:
+    """Magnitude ratios of one guided run, by the two-step flow or by the function."""
+    tiny, pipe = ALL[name], built(name)
+    if name not in TWO_STEPS:
+        return ck.calibrate_magnitudes(pipe, "a cat", STEPS, **arguments(tiny)).ratios
     with ck.cached(pipe, ck.MagCacheConfig(calibrate=True, num_inference_steps=STEPS)) as handle:
-        ALL[name].call(pipe, steps=STEPS)
+        tiny.call(pipe, steps=STEPS)
         return handle.stats().magnitude_ratios
 
 
@@ -121,15 +125,16 @@ def counted(name: str) -> Iterator[Counter[str]]:
 
 @contextmanager
 def read_backs() -> Iterator[list[str]]:
-    """Values that cachekit's own code reads back, as they happen; a whole list read once per run is no part of it."""
+    """Places in cachekit's own code that read a value back from the device, as they happen."""
     seen: list[str] = []
 
     def watched(owner: Any, name: str) -> Any:
         function = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if str(sys._getframe(1).f_globals.get("__name__")).startswith("cachekit"):
-                seen.append(name)
+            module = str(sys._getframe(1).f_globals.get("__name__"))
+            if module.startswith("cachekit"):
+                seen.append(f"{module}: {name}")
             return function(*args, **kwargs)
 
         return wrapper
@@ -144,22 +149,26 @@ def read_backs() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Record:
-    """One cached run and, with guidance, an equal one after it."""
+    """One cached run; with guidance an equal one after it, whose reads are in `reads`."""
 
     output: Tensor
-    again: Tensor | None
     stats: ck.Stats
     calls: Counter[str]
-    reads: list[str]
+    again: Tensor | None = None
+    stats_again: ck.Stats | None = None
+    reads: Sequence[str] = ()
 
 
 @cache
 def record(name: str, strategy: str, guidance: bool) -> Record:
     """A run that skips always."""
-    pipe = built(name)
+    tiny, pipe = ALL[name], built(name)
     with ck.cached(pipe, always(name, strategy)) as handle:
-        with counted(name) as calls, read_backs() as reads:
-            output = ALL[name].call(pipe, steps=STEPS, guidance=guidance)
+        with counted(name) as calls:
+            output = tiny.call(pipe, steps=STEPS, guidance=guidance)
         stats = handle.stats()
-        again = ALL[name].call(pipe, steps=STEPS, guidance=guidance) if guidance else None
-    return Record(output, again, stats, calls, reads)
+        if not guidance:
+            return Record(output, stats, calls)
+        with read_backs() as reads:
+            again = tiny.call(pipe, steps=STEPS, guidance=guidance)
+        return Record(output, stats, calls, again, handle.stats(), reads)

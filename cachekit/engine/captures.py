@@ -1,0 +1,111 @@
+"""What is taken down of a block call: its tensors before it ran, and what a stretch of blocks changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cachekit.engine.binding import Key, is_floating, tensors_in
+from cachekit.engine.conditioning import version_of
+from cachekit.engine.history import Entry
+from cachekit.engine.layout import UNKNOWN, Place, Slot
+from cachekit.engine.sites import PassContext, floating_parts, kept_form
+
+
+class Change(NamedTuple):
+    """What is kept of a segment: the change of one output.
+
+    `argument` is what the change is added to, None for nothing; `dtype` is that of the computed output.
+    """
+
+    segment: int
+    key: Key
+    argument: str | None
+    dtype: torch.dtype
+
+
+@dataclass
+class Capture:
+    """Tensors of a call as they were before it: copies, or the tensors themselves with their in-place counters."""
+
+    values: dict[str, torch.Tensor]
+    originals: dict[str, tuple[torch.Tensor, int | None]]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], names: set[str] | None, copy: bool) -> Capture:
+        kept = {
+            name: value for name, value in arguments.items() if is_floating(value) and (names is None or name in names)
+        }
+        originals = {name: (value.detach(), version_of(value)) for name, value in kept.items()}
+        values = {
+            name: value.clone() if copy or version is None else value for name, (value, version) in originals.items()
+        }
+        return cls(values, originals)
+
+    def touched(self) -> bool:
+        """True when somebody has written into a captured tensor since."""
+        return any(version_of(value) != version for value, version in self.originals.values())
+
+    def overwritten(self) -> bool:
+        """True when the captured values are lost: the tensor was written into, and it is not a copy."""
+        return any(
+            self.values[name] is value and version_of(value) != version
+            for name, (value, version) in self.originals.items()
+        )
+
+
+def probe_signal(slot: Slot, capture: Capture, output: Any) -> torch.Tensor | None:
+    """What the gate compares: the residual of the probe's latent stream; a UNet block's output as it is.
+
+    None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
+    """
+    if not slot.streams:
+        return next((part.detach() for part in floating_parts(output).values()), None)
+    if capture.overwritten():
+        slot.in_place = True
+        return None
+    parts = floating_parts(output)
+    residuals = [parts[key].detach() - capture.values[slot.streams[key]] for key in slot.carriers or slot.streams]
+    return residuals[0] if len(residuals) == 1 else torch.cat([residual.flatten() for residual in residuals])
+
+
+def add_changes(
+    entry: Entry, segment: int, slot: Slot, base: Mapping[str, torch.Tensor], output: Any, context: PassContext
+) -> None:
+    """Keep what a segment did: result minus input where they match, else the result itself."""
+    streams = slot.streams or {}
+    for key, part in floating_parts(output).items():
+        name = streams.get(key)
+        before = base.get(name) if name is not None else None
+        if before is not None and before.shape == part.shape:
+            place = Change(segment, key, name, part.dtype)
+            entry.values[place] = context.storage.keep(part.detach() - before)
+        elif name is not None or not streams:
+            place = Change(segment, key, None, part.dtype)
+            entry.values[place] = context.storage.keep(part.detach().clone())
+        else:
+            continue
+        if key in slot.carriers or len(streams) < 2:
+            entry.primary += (place,)
+
+
+def add_passive(entry: Entry, index: int, place: Place, output: Any, absolute: bool) -> None:
+    """Keep the form of a result and those parts that no stream continues."""
+    slot = place.slot
+    if slot.form is not UNKNOWN:
+        return
+    covered = dict(slot.streams or {})
+    if absolute and place.lands:
+        covered = dict.fromkeys(floating_parts(output), "")
+    kept = kept_form(output, covered, storage_free=absolute)
+    if absolute or any(True for _ in tensors_in(kept)):
+        entry.passive[index] = kept
+    else:
+        slot.form = kept
+
+
+def stream_names(slot: Slot) -> set[str]:
+    return set((slot.streams or {}).values())
