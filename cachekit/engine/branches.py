@@ -9,7 +9,7 @@ from typing import Any
 from cachekit.engine.conditioning import Comparer, Conditioning, Difference
 
 
-@dataclass
+@dataclass(eq=False)
 class Branch:
     """One guidance branch: its name and what it was last called with."""
 

@@ -118,9 +118,11 @@ def counted(name: str) -> Iterator[Counter[str]]:
         getattr(built(name), part).register_forward_pre_hook(lambda *_, part=part: counts.update([part]))
         for part in ALL[name].denoisers
     ]
-    yield counts
-    for handle in handles:
-        handle.remove()
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

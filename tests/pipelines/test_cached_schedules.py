@@ -148,7 +148,6 @@ def test_each_expert_starts_from_its_own_history(strategy: str) -> None:
     for branch in ("cond", "uncond"):
         before, after = high.of(branch), low.of(branch)
         assert [decision.step for decision in (*before, *after)] == list(range(STEPS))
-        assert len(after) > len(before) > 1
         assert not before[0].reused
         assert not after[0].reused
         assert any(decision.reused for decision in before)

@@ -39,8 +39,17 @@ def pack(folder: Path, vae: AutoencoderKL, text: TextEncoders, transformer: Flux
         shutil.rmtree(target, ignore_errors=True)
         on_disk: Any = deepcopy(part).half() if isinstance(part, torch.nn.Module) else part
         on_disk.save_pretrained(target)
+        forget_origin(target / "config.json")
         index[name] = [*LIBRARIES[name]]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def forget_origin(config: Path) -> None:
+    """Take the folder that a part was loaded from out of its configuration."""
+    if config.is_file():
+        values = json.loads(config.read_text())
+        values.pop("_name_or_path", None)
+        config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 LIBRARIES: dict[str, tuple[str, str]] = {
