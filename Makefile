@@ -40,7 +40,7 @@ demo: $(STAMP)  ## Draw emoji uncached and cached, side by side, with figures
 	$(VENV)/bin/cachekit demo $(DEMO_ARGS)
 
 test: $(STAMP)  ## Run the tests
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Check style, format and types
 	$(PY) -m ruff check .

@@ -50,7 +50,7 @@ def cache_methods(pipe: Any, calibration: Sequence[str], steps: int, seed: int) 
         steps: number of steps.
         seed: seed of the calibration's noise.
     """
-    drift = cachekit.FirstBlockCacheConfig(threshold=0.2)
+    drift = cachekit.FirstBlockCacheConfig(threshold=0.1)
     ratios = cachekit.calibrate_magnitudes(
         pipe,
         prompts=list(calibration),
@@ -60,7 +60,7 @@ def cache_methods(pipe: Any, calibration: Sequence[str], steps: int, seed: int) 
         **GUIDANCE,
     )
     magnitude = cachekit.MagCacheConfig(mag_ratios=ratios, num_inference_steps=steps)
-    seer = cachekit.TaylorSeerCacheConfig(cache_interval=3, max_order=1)
+    seer = cachekit.TaylorSeerCacheConfig(cache_interval=2, max_order=1)
     return [
         Method("FirstBlock", f"threshold {drift.threshold:g}", steps, drift),
         Method("MagCache", f"threshold {magnitude.threshold:g}", steps, magnitude),

@@ -57,7 +57,8 @@ class TracePass:
         with self._taint.suspended():
             arguments = bind(type(slot.module), args, kwargs)
             reached = {name for name, value in arguments.items() if self._taint.reaches(value)}
-            capture = Capture.of(arguments, None, copy=True)
+            known = self._streams_of.get((slot.list_name, type(slot.module)))
+            capture = Capture.of(arguments, set(known.values()) if known else None, copy=True)
             output = inner(*args, **kwargs)
             if reached:
                 self._taint.mark(output)
@@ -88,7 +89,8 @@ class TracePass:
         if known is not None and still_fits(known, capture.values, output):
             return known
         streams = match_streams(slot.module, capture.values, reached, output, self._context.read)
-        self._streams_of.setdefault((slot.list_name, type(slot.module)), streams)
+        if streams:
+            self._streams_of.setdefault((slot.list_name, type(slot.module)), streams)
         return streams
 
     def _find_side_branch(self, capture: Capture, slot: Slot) -> None:

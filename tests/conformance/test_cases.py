@@ -16,6 +16,8 @@ from .cases import UNBUILDABLE, Case, batched, cases, control_classes, denoiser_
 KNOWN_UNBUILDABLE: frozenset[str] = frozenset()
 ALL = cases()
 
+pytestmark = pytest.mark.xdist_group("cases")  # shares built models
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:

@@ -300,6 +300,8 @@ def test_no_read_back_through_a_pipeline(config: Any, calls: int) -> None:
     with ck.cached(pipe, config):
         counts = SyncsPerCall(pipe, "transformer")(lambda: pipe(8, conditions=conditions))
         assert "." in pattern(pipe)
+        assert sum(decision.syncs for decision in ck.stats(pipe).last.decisions[calls:]) == 0
+        pipe(8, conditions=conditions)
         assert ck.stats(pipe).host_syncs == 0
     # The layout is learnt in the first call of a branch, and the scheduler's list is copied once a run.
     assert sum(counts[2 * calls :]) == 0
@@ -311,7 +313,7 @@ def test_one_read_back_per_decision_of_first_block(calls: int) -> None:
     pipe = toy_pipeline(change=of_time(torch.cos))
     with ck.cached(pipe, ALWAYS):
         counts = SyncsPerCall(pipe, "transformer")(lambda: pipe(8, conditions=conditions))
-        assert [decision.syncs for decision in ck.stats(pipe).last.decisions] == [0] * calls + [1] * 7 * calls
+        assert [decision.syncs for decision in ck.stats(pipe).last.decisions][calls:] == [1] * 7 * calls
     assert counts[2 * calls :] == [1] * 6 * calls
 
 
@@ -321,6 +323,7 @@ def test_no_read_back_through_real_pipelines(name: str) -> None:
     tiny = TINY[name]
     pipe = tiny.build()
     with ck.cached(pipe, FREE["taylorseer"]):
+        tiny.call(pipe, steps=5)  # learns the layouts, which reads some similarities back
         tiny.call(pipe, steps=5)
         stats = ck.stats(pipe)
         assert "." in pattern(pipe)

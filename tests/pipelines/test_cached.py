@@ -32,7 +32,10 @@ from .runs import (
     uncached,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::cachekit.CacheWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::cachekit.CacheWarning"),
+    pytest.mark.xdist_group("cached"),  # shares built pipelines and runs
+]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 every_guidance = pytest.mark.parametrize("guidance", [True, False], ids=["guided", "unguided"])
 ERRATIC = "flux2-klein"

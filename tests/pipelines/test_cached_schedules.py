@@ -18,7 +18,10 @@ import cachekit as ck
 from .families import unet
 from .runs import ALL, STEPS, STRATEGIES, TWO_STEPS, always, arguments, branches, built, entries, names, never, ratios
 
-pytestmark = pytest.mark.filterwarnings("ignore::cachekit.CacheWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::cachekit.CacheWarning"),
+    pytest.mark.xdist_group("schedules"),  # shares built pipelines and runs
+]
 SAMPLERS = {"ddim": STEPS, "euler": STEPS, "pndm": STEPS + 1, "heun": 2 * STEPS - 1}
 """Entries of the schedule: PNDM runs one twice, Heun all but the last."""
 STRENGTHS = {0.25: 2, 0.5: 4, 1.0: 8}

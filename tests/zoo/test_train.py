@@ -10,17 +10,10 @@ from diffusers import FluxPipeline
 
 from cachekit.zoo import glyphs
 from cachekit.zoo.pipelines import assemble
-from cachekit.zoo.train import flow, text, vae
+from cachekit.zoo.train import decoder, flow, text, vae
 from cachekit.zoo.train.budget import Budget, learning_rate
 from cachekit.zoo.train.pack import pack
 from cachekit.zoo.train.parallel import Microbatches
-
-
-@pytest.fixture(autouse=True)
-def threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def toy_data() -> flow.Dataset:
@@ -105,7 +98,9 @@ def test_known_words_are_one_token_and_all_prompts_look_different() -> None:
 @pytest.mark.slow
 def test_a_packed_pipeline_loads_and_draws(tmp_path: Path) -> None:
     encoders = text.build(["red heart", ""], seed=0)
-    pack(tmp_path, vae.new_vae(), encoders, flow.new_transformer(0))
+    autoencoder = vae.new_vae()
+    autoencoder.register_to_config(shift_factor=0.1, scaling_factor=0.5)
+    pack(tmp_path, autoencoder, encoders, flow.new_transformer(0))
     pipe = assemble(tmp_path)
     pipe.set_progress_bar_config(disable=True)
     assert type(pipe) is FluxPipeline
@@ -113,3 +108,40 @@ def test_a_packed_pipeline_loads_and_draws(tmp_path: Path) -> None:
     torch.testing.assert_close(
         pipe.text_encoder(torch.tensor([[1, 2]])).pooler_output, encoders.clip(torch.tensor([[1, 2]])).pooler_output
     )
+
+
+def test_whitening_spreads_inputs_evenly_over_the_outputs() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(500, 8) * torch.tensor([10.0, 5, 3, 1, 1, 1, 0.5, 0.5]) + 4.0
+    linear = torch.nn.Linear(8, 24)
+    flow.whiten(linear, states, floor=0.0)
+    out = linear(states)
+    torch.testing.assert_close(out.mean(0), torch.zeros(24), atol=1e-4, rtol=0)
+    spread = torch.linalg.svdvals(out.detach())[:8]
+    assert spread.max() / spread.min() == pytest.approx(1.0, abs=0.01)
+
+
+def test_colour_targets_tell_red_from_green_and_ignore_brightness() -> None:
+    red, green, grey = torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.3)
+    red[:, 0], green[:, 1] = 1.0, 1.0
+    assert vae.colours(red).shape == (1, 2, 2, 2)
+    assert (vae.colours(red)[:, 0] > 1).all()
+    assert (vae.colours(green)[:, 0] < -1).all()
+    torch.testing.assert_close(vae.colours(grey), torch.zeros(1, 2, 2, 2))
+
+
+def test_the_first_stage_trains_and_sets_unit_statistics(tmp_path: Path) -> None:
+    pictures = torch.randint(0, 256, (4, 4, 3, 64, 64), dtype=torch.uint8)
+    trained = vae.train_vae(pictures, tmp_path, steps=1, minutes=None, seed=0, workers=1)
+    latents = vae.encode(trained, pictures)
+    assert latents.shape == (4, 4, 10, 16, 16)
+    scaled = (latents - trained.config.shift_factor) * trained.config.scaling_factor
+    assert scaled.mean().item() == pytest.approx(0.0, abs=1e-3)
+    assert scaled.std().item() == pytest.approx(1.0, abs=1e-3)
+    before = trained.decoder.conv_in.weight.clone()
+    encoder = {name: value.clone() for name, value in trained.encoder.state_dict().items()}
+    decoder.refine_decoder(trained, pictures, latents, tmp_path, steps=1, minutes=None, seed=0, workers=1)
+    assert not torch.equal(before, trained.decoder.conv_in.weight)
+    assert all(torch.equal(value, encoder[name]) for name, value in trained.encoder.state_dict().items())
+    again = decoder.load_refined(vae.new_vae(), tmp_path)
+    assert torch.equal(again.decoder.conv_in.weight, trained.decoder.conv_in.weight)
