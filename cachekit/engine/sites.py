@@ -55,7 +55,10 @@ class PassContext:
         if not values:
             return None
         prediction = self.predictor.predict(steps, values, self.step)
-        return prediction if like is None else prediction.to(device=like.device, dtype=like.dtype)
+        if like is not None:
+            return prediction.to(device=like.device, dtype=like.dtype)
+        # Handed to the model as it is: code that writes into it must not reach what is kept.
+        return prediction.clone() if any(prediction is value for value in values) else prediction
 
 
 class SitePass(Protocol):
