@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## Draw emoji uncached and cached, side by side, with figures
-	$(VENV)/bin/cachekit demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/cachekit demo $(DEMO_ARGS)
 
 test: $(STAMP)  ## Run the tests
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)

@@ -25,7 +25,8 @@ from torch.nn.modules.module import (
 
 from cachekit.engine.session import known_session
 
-_lock = threading.Lock()
+# Re-entrant: garbage collection may finalise a user, and so restore, while this thread holds the lock.
+_lock = threading.RLock()
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: list[tuple[type, str, Any]] = []
 _handles: list[Any] = []
@@ -37,13 +38,13 @@ _last_registration = next(_registrations)
 def acquire(user: object) -> None:
     """Start watching on behalf of `user`."""
     with _lock:
+        _users.add(user)  # first: what is collected meanwhile must find it and restore nothing
         if not _originals:
             _replace(CacheMixin, "cache_context", _watched_context(CacheMixin.cache_context))
             _replace(DiffusionPipeline, "progress_bar", _watched_bar(DiffusionPipeline.progress_bar))
             _replace(nn.Module, "compile", _watched_compile(nn.Module.compile))
             _handles.append(register_module_module_registration_hook(_registered))
             _handles.append(register_module_parameter_registration_hook(_registered))
-        _users.add(user)
     weakref.finalize(user, _restore_if_unused)
 
 

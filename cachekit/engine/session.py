@@ -11,7 +11,7 @@ from cachekit.engine.clock import SchedulerClock
 if TYPE_CHECKING:
     from cachekit.engine.denoiser import DenoiserEngine
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 

@@ -10,6 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import cachekit as ck
+from cachekit.engine import observers
 
 from ..pipelines.tiny import pipelines
 from ..toys import ALWAYS, ScriptedConfig, Stack, ToyPipeline, bare_loop, of_time, pattern, prompt, toy_pipeline
@@ -168,3 +169,17 @@ def test_strict_raises_where_a_warning_would_come_and_leaves_a_model_that_runs()
     messages = heard(lambda: bare_loop(model))
     assert len(messages) == 1
     assert pattern(model) == "#" * 8
+
+
+@pytest.mark.timeout(20)
+def test_an_engine_collected_while_another_is_enabled() -> None:
+    """The finaliser of a forgotten engine may run in the middle of `acquire`, in the thread that holds the lock."""
+    with observers._lock:
+        observers._restore_if_unused()
+    user = Stack(2)
+    observers.acquire(user)
+    try:
+        assert observers._originals, "what was watched is watched"
+    finally:
+        observers.release(user)
+    assert not observers._originals

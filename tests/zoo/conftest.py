@@ -1,4 +1,4 @@
-"""One thread a test: the models are small, and threads of tests that run side by side wait for each other."""
+"""One thread a test: the models are small, and threads waiting for each other are slow when tests run side by side."""
 
 from __future__ import annotations
 
