@@ -42,7 +42,7 @@ class Size:
     clock: str = "wall"
 
 
-FULL = Size(tokens=10, layers=4, single_layers=8, heads=6, steps=28, rounds=5)
+FULL = Size(tokens=16, layers=4, single_layers=8, heads=6, steps=28, rounds=7)
 QUICK = Size(tokens=4, layers=2, single_layers=4, heads=2, steps=8, rounds=2)
 
 
@@ -61,7 +61,7 @@ def no_op_overhead(size: Size) -> list[Figure]:
     return [
         show("uncached step", [1e3 * a.seconds / steps for a in plain], "ms"),
         show("own timers / loop", [100 * b.own_seconds / b.wall for b in cached], "%", 1.0),
-        show("cached / uncached - 1", whole, "%", 1.0),
+        show("cached / uncached - 1", whole, "%"),
         show("57 no-op blocks: added a step", [1e3 * seconds for seconds in extra], "ms"),
         show("  of a step of 100 ms", [100 * seconds / STEP for seconds in extra], "%", 1.0),
         show("  own timers, first step of a run", [1e3 * a.own_seconds for a in first], "ms"),
@@ -92,7 +92,8 @@ def skipping(size: Size) -> list[Figure]:
         speed_ups = [a.seconds / b.seconds for a, b in zip(plain, timings, strict=True)]
         turned = [speed_up / (counts.calls / effective) for speed_up in speed_ups]
         figures.append(show(f"{name}, {counts.computed} of {counts.calls} computed", speed_ups, "x"))
-        figures.append(show("  speed-up / work ratio", turned, "", 0.97, at_most=False))
+        goal = 0.97 if name == "FirstBlock" else None
+        figures.append(show("  speed-up / work ratio", turned, "", goal, at_most=False))
         figures.append(show("  ceiling set by the work outside", [effective / (effective + reused * outside)], ""))
     return figures
 

@@ -198,10 +198,15 @@ def calling_pipeline() -> Any | None:
             owner = names.get("self")
             if sys.version_info < (3, 13):
                 names.clear()  # the snapshot would keep the caller's tensors alive until it returns
-            if hasattr(owner, "scheduler") and hasattr(owner, "components"):
+            if hasattr(owner, "scheduler") and _has_components(owner):
                 return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _has_components(owner: Any) -> bool:
+    """Looked up without running diffusers' property, which inspects signatures."""
+    return hasattr(type(owner), "components") or "components" in getattr(owner, "__dict__", ())
 
 
 def _step_index(scheduler: Any) -> int | None:

@@ -182,8 +182,8 @@ class DenoiserEngine:
             call.run.ended = True
             self._tracker.abort()
             raise
-        call.own_seconds += time.perf_counter() - started - spent
         self._close(call)
+        call.run.stats.overhead_seconds += call.own_seconds + time.perf_counter() - started - spent
         return output
 
     def _forward(self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,7 +329,6 @@ class DenoiserEngine:
         run, stats = call.run, call.run.stats
         call.syncs += self._tracker.take_syncs(run)
         stats.decisions.append(Decision(call.view.step, call.branch, call.reused, call.reason, call.score, call.syncs))
-        stats.overhead_seconds += call.own_seconds
         stats.peak_bytes = max(stats.peak_bytes, run.nbytes())
         with self._lock:
             self._last = stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,15 +50,6 @@ class Taint(TorchDispatchMode):
         """True when any tensor in `value` depends on the sources."""
         return any(self._is_marked(tensor) for tensor in tensors_in(value))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let operations pass unobserved, for bookkeeping of our own."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -78,6 +70,31 @@ class Taint(TorchDispatchMode):
         storage = _storage(tensor)
         if storage is not None:
             self._marked[storage._cdata] = StorageWeakRef(storage)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The memory of a tensor, held weakly."""
+
+    storage: StorageWeakRef
+    offset: int
+    strides: tuple[int, ...]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True when `tensor` is laid out in the same memory, which has not been freed meanwhile."""
+        storage = _storage(tensor)
+        return (
+            storage is not None
+            and storage._cdata == self.storage.cdata
+            and not self.storage.expired()
+            and (tensor.storage_offset(), tensor.stride()) == (self.offset, self.strides)
+        )
+
+
+def place_of(tensor: torch.Tensor) -> Where | None:
+    """Where a tensor lies; None for tensor subclasses without memory of their own."""
+    storage = _storage(tensor)
+    return None if storage is None else Where(StorageWeakRef(storage), int(tensor.storage_offset()), tensor.stride())
 
 
 def _storage(tensor: torch.Tensor) -> Any | None:

@@ -15,8 +15,8 @@ from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Slot, residual_layout
 from cachekit.engine.sites import PassContext, floating_parts, frozen, kept_form
-from cachekit.engine.streams import Read, cosine, match_streams, still_fits
-from cachekit.engine.taint import Taint
+from cachekit.engine.streams import cosine, match_streams, still_fits
+from cachekit.engine.taint import Taint, Where, place_of
 
 _UNRELATED = 0.5
 _PARALLEL = 0.999
@@ -43,6 +43,7 @@ class TracePass:
         self._probed = not probe
         self._after_probe = False
         self._given: dict[str, torch.Tensor] = {}
+        self._returned: dict[Key, Where | None] = {}
         self._streams_of: dict[tuple[str, type], dict[Key, str]] = {}
         context.history.clear()
         context.decide(None)
@@ -118,7 +119,7 @@ class TracePass:
         previous = self._latest.get(slot.list_name)
         goes_on = previous is not None and previous.slot.position < slot.position
         if goes_on and previous is self._events[-1]:
-            slot.restarts = _restarts(slot, capture, previous.output, self._context.read)
+            slot.restarts = self._restarts(slot, capture, previous.output)
         if not goes_on or slot.restarts or previous is not self._events[-1] or self._after_probe:
             event.before = capture.values
         if (
@@ -128,6 +129,7 @@ class TracePass:
         ):
             previous.output = kept_form(previous.output, previous.slot.streams or {}, storage_free=False)
         event.output = frozen(output)
+        self._returned = {key: place_of(part) for key, part in floating_parts(output).items()}
         self._latest[slot.list_name] = event
         self._events.append(event)
         self._given = capture.values
@@ -137,9 +139,16 @@ class TracePass:
             signal = probe_signal(slot, capture, output)
             self._entry.signal = None if signal is None else self._context.storage.keep(signal)
 
-
-def _restarts(slot: Slot, capture: Capture, before: Any, read: Read) -> bool:
-    """True when a block's latent input has little to do with what the block before it returned."""
-    parts, streams = floating_parts(before), slot.streams or {}
-    pairs = [(parts[key], capture.values[streams[key]]) for key in slot.carriers if key in parts]
-    return any(a.shape == b.shape and cosine(a, b, read) < _UNRELATED for a, b in pairs)
+    def _restarts(self, slot: Slot, capture: Capture, before: Any) -> bool:
+        """True when a block's latent input has little to do with what the block before it returned."""
+        parts, streams = floating_parts(before), slot.streams or {}
+        for key in slot.carriers:
+            name = streams[key]
+            if key not in parts or parts[key].shape != capture.values[name].shape:
+                continue
+            handed_on = self._returned.get(key)
+            if handed_on is not None and handed_on.holds(capture.originals[name][0]):
+                continue
+            if cosine(parts[key], capture.values[name], self._context.read) < _UNRELATED:
+                return True
+        return False

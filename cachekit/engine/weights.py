@@ -26,17 +26,14 @@ class WeightWatch:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._adapters: list[weakref.ref[nn.Module]] = []
         self._structure: Hashable = None
-        self._seen = -1
+        self._walk()
 
     def fingerprint(self) -> Hashable:
         """A value that differs after any change that the class names; some 0.1 us per parameter."""
         if self._seen != observers.registrations():
             self._walk()
-        versions = 0
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None:
-                versions += tensor._version
+        tensors = (reference() for reference in self._tensors)
+        versions = sum([tensor._version for tensor in tensors if tensor is not None])
         return self._structure, versions, tuple(self._adapter_state())
 
     def _adapter_state(self) -> Iterator[Hashable]:

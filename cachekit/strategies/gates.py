@@ -24,7 +24,7 @@ class DriftGate:
         if before is None or context.signal is None or before.shape != context.signal.shape:
             return Verdict(False, reason="no probe residual to compare with")
         before = before.to(device=context.signal.device)
-        drift = (context.signal.float() - before.float()).abs().mean() / before.float().abs().mean()
+        drift = (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
         score = context.read(drift)
         return Verdict(score < self.threshold, score, f"drift {'<' if score < self.threshold else '>='} threshold")
 

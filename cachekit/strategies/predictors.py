@@ -36,6 +36,10 @@ class Taylor:
         return self.order + 1
 
     def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+        if len(values) < 2 or not self.order:
+            return values[0]
+        if self.order == 1:
+            return torch.lerp(values[0], values[1], (step - steps[0]) / (steps[1] - steps[0]))
         dtype = torch.promote_types(values[0].dtype, torch.float32)
         column = [value.to(dtype) for value in values[: self.depth]]
         forecast, factor = column[0], 1.0
