@@ -10,68 +10,87 @@ from typing import Any
 
 from torch import nn
 
+from cachekit.engine.attach import attach, refuse_whole_compile
 from cachekit.engine.denoiser import DenoiserEngine
-from cachekit.engine.discovery import find_block_lists, find_denoisers, find_unet, latent_names, unwrap
-from cachekit.engine.modules_site import ModulesSite
-from cachekit.engine.rules import ModulesSpec, Rule
+from cachekit.engine.discovery import find_denoisers, unwrap
+from cachekit.engine.member import Member
+from cachekit.engine.rules import Rule
 from cachekit.engine.session import known_session
 from cachekit.engine.sites import Site
-from cachekit.engine.stack import StackSite
 from cachekit.engine.stats import Stats
 from cachekit.errors import CacheConflictError, UnsupportedModelError
-from cachekit.strategies import CacheConfig, find_strategy, to_config
+from cachekit.strategies import CacheConfig, conflict, find_strategy, strategy_named, to_config
 
 __all__ = ["Handle", "cached", "disable_cache", "enable_cache", "free", "is_cache_enabled", "stats"]
 
 _lock = threading.RLock()
 _engines: weakref.WeakKeyDictionary[nn.Module, DenoiserEngine] = weakref.WeakKeyDictionary()
 
+Configs = CacheConfig | str | Sequence[Any] | Any
+
 
 class Handle:
-    """An enabled cache. As a context manager it disables the cache at the end of the block."""
+    """Enabled caches. As a context manager it disables them at the end of the block."""
 
-    def __init__(self, engines: dict[str, DenoiserEngine], config: CacheConfig) -> None:
-        self._engines = engines
-        self._config = config
+    def __init__(self, enabled: Sequence[tuple[DenoiserEngine, Member]], configs: dict[str, CacheConfig]) -> None:
+        self._enabled = list(enabled)
+        self._configs = configs
 
     @property
     def config(self) -> CacheConfig:
-        """The config in force."""
-        return self._config
+        """The config in force; of several the first."""
+        return next(iter(self._configs.values()))
+
+    @property
+    def configs(self) -> dict[str, CacheConfig]:
+        """Strategy name -> config in force."""
+        return dict(self._configs)
 
     @property
     def report(self) -> str:
         """What was hooked on which denoiser."""
         return "\n".join(
-            f"{name or 'denoiser'}: {engine.label} on {engine.site.describe()}"
-            for name, engine in self._engines.items()
+            f"{engine.name or 'denoiser'}: {member.label} on {member.describe()}" for engine, member in self._enabled
         )
 
-    def update(self, **fields: Any) -> None:
-        """Change fields of the config while enabled; what is held is let go, hooks stay.
+    def update(self, strategy: str | None = None, **fields: Any) -> None:
+        """Change fields of a config while enabled; what is held is let go, hooks stay.
+
+        Args:
+            strategy: name of the strategy to change; may be left out when there is only one.
+            **fields: new values.
 
         Raises:
-            ValueError: for an unknown field, a bad value, or a change that would need another site.
+            ValueError: for an unknown field, a bad value, a strategy that is not enabled here or not named among
+                several, or a change that would need another site.
         """
         with _lock:
-            config = self._config.replaced(**fields)
-            rules = {name: _rule(config, _alive(engine)) for name, engine in self._engines.items()}
-            for name, engine in self._engines.items():
-                if rules[name].site != engine.rule.site:
+            if strategy is None and len(self._configs) > 1:
+                raise ValueError(f"say which strategy to change: update({next(iter(self._configs))!r}, ...)")
+            name = strategy or next(iter(self._configs))
+            if name not in self._configs:
+                raise ValueError(f"{name!r} is not enabled by this handle; it has {', '.join(self._configs)}")
+            config = self._configs[name].replaced(**fields)
+            mine = [(engine, member) for engine, member in self._enabled if member.strategy == name]
+            rules = [find_strategy(config).build(config, _alive(engine)) for engine, _ in mine]
+            for (_, member), new in zip(mine, rules, strict=True):
+                if [part.rule.site for part in member.parts] != [rule.site for rule in new]:
                     raise ValueError("this change needs other hooks; call disable() and enable_cache again")
-            for name, engine in self._engines.items():
-                engine.update(rules[name], str(config))
-            self._config = config
+            for (engine, member), new in zip(mine, rules, strict=True):
+                engine.update(member, new, str(config))
+            self._configs[name] = config
 
     def stats(self) -> Stats:
-        """Statistics of the denoisers of this handle."""
-        return Stats(engine.stats() for engine in self._engines.values())
+        """Statistics of the strategies of this handle."""
+        members = {(engine.name, member.strategy) for engine, member in self._enabled}
+        engines = dict.fromkeys(engine for engine, _ in self._enabled)
+        return Stats(item for engine in engines for item in engine.stats() if (item.name, item.strategy) in members)
 
     def disable(self) -> None:
-        """Take the cache off; doing it twice is fine."""
+        """Take the caches off; doing it twice is fine."""
         with _lock:
-            for engine in self._engines.values():
-                _take_off(engine)
+            for engine, member in self._enabled:
+                _take_out(engine, member)
 
     def __enter__(self) -> Handle:
         return self
@@ -82,7 +101,7 @@ class Handle:
 
 def enable_cache(
     target: Any,
-    config: CacheConfig | str | Any,
+    config: Configs,
     strict: bool = False,
     *,
     progress: bool = True,
@@ -93,21 +112,23 @@ def enable_cache(
 
     Args:
         target: a `DiffusionPipeline`, a `ModularPipeline` or a denoiser module.
-        config: a config, a strategy name such as "first_block", or diffusers' own config object.
+        config: a config, a strategy name such as "first_block", diffusers' own config object, or a list of these
+            (in any order). Calling again with another strategy adds it.
         strict: raise at the first call that turns out to have nothing to skip, instead of warning.
         progress: show "reused n/m" in the pipeline's progress bar.
         branches: names of the guidance branches in the order of their calls within a step; found out if left out.
         **overrides: fields of the config to set otherwise.
 
     Returns:
-        A handle to look at, update and disable the cache.
+        A handle to look at, update and disable the caches.
 
     Raises:
         UnsupportedModelError: nothing can be skipped in a denoiser, or the target has no denoiser.
-        CacheConflictError: this cache, diffusers' own or cache-dit's is enabled already.
+        CacheConflictError: this strategy, one that it does not go with, diffusers' own cache or cache-dit's is
+            enabled already.
         ValueError, TypeError: a bad config. In every case nothing is changed.
     """
-    chosen = to_config(config, overrides)
+    chosen = _chosen(config, overrides)
     with _lock:
         denoisers = find_denoisers(target)
         if not denoisers:
@@ -115,37 +136,55 @@ def enable_cache(
                 f"{type(target).__name__} has no denoiser (a component that takes a timestep); pass the module itself"
             )
         for name, module in denoisers.items():
-            _refuse_conflicts(target, name, module)
-        engines: dict[str, DenoiserEngine] = {}
+            _refuse_conflicts(target, name, module, chosen)
+        members: list[tuple[str, nn.Module, Member]] = []
+        enabled: list[tuple[DenoiserEngine, Member]] = []
         try:
             for name, module in denoisers.items():
-                engines[name] = _engine(name, module, chosen, strict, progress, branches)
+                members += [(name, module, member) for member in _members(name, module, chosen, strict)]
+            for name, module, member in members:
+                engine = _find(module) or _new_engine(name, module, progress)
+                enabled.append((engine, member))
+                engine.add(member)
+                if branches:
+                    engine.name_branches(branches)
+                if not isinstance(target, nn.Module):
+                    engine.follow(target)
         except BaseException:
-            for engine in engines.values():
-                engine.remove()
+            for engine, member in enabled:
+                _take_out(engine, member)
+            for _, _, member in members:
+                member.remove()
             raise
-        for name, module in denoisers.items():
-            _engines[module] = engines[name]
-            if not isinstance(target, nn.Module):
-                engines[name].follow(target)
-        handle = Handle(engines, chosen)
-        for engine in engines.values():
-            engine.roll_back = handle.disable
+        handle = Handle(enabled, {find_strategy(item).name: item for item in chosen})
+        for _, member in enabled:
+            member.roll_back = handle.disable
         return handle
 
 
-def disable_cache(target: Any) -> None:
+def disable_cache(target: Any, strategy: str | None = None) -> None:
     """Take the caches off a pipeline or a denoiser; output is bit-identical to uncached again. No cache is no error.
 
     A denoiser that the pipeline ran with but no longer has is freed of its cache too.
+
+    Args:
+        target: what :func:`enable_cache` was called with.
+        strategy: name of the one strategy to take off; None for all.
+
+    Raises:
+        ValueError: for a name that no strategy has.
     """
+    if strategy is not None:
+        strategy_named(strategy)
     with _lock:
         for engine in _engines_of(target):
-            _take_off(engine)
+            for member in engine.members:
+                if strategy in (None, member.strategy):
+                    _take_out(engine, member)
 
 
 @contextmanager
-def cached(target: Any, config: CacheConfig | str | Any, strict: bool = False, **options: Any) -> Iterator[Handle]:
+def cached(target: Any, config: Configs, strict: bool = False, **options: Any) -> Iterator[Handle]:
     """`with cached(pipe, config):` caches inside the block only. Options as for :func:`enable_cache`."""
     handle = enable_cache(target, config, strict, **options)
     try:
@@ -161,7 +200,7 @@ def is_cache_enabled(target: Any) -> bool:
 
 def stats(target: Any) -> Stats:
     """Statistics of the last run of each cached denoiser of `target`; empty when no cache is enabled."""
-    return Stats(engine.stats() for engine in _engines_of(target))
+    return Stats(item for engine in _engines_of(target) for item in engine.stats())
 
 
 def free(target: Any) -> None:
@@ -184,11 +223,11 @@ def _engines_of(target: Any) -> list[DenoiserEngine]:
     return [engine for engine in (*found, *gone) if engine is not None]
 
 
-def _take_off(engine: DenoiserEngine) -> None:
+def _take_out(engine: DenoiserEngine, member: Member) -> None:
+    engine.take_out(member)
     module = engine.hooked
-    if module is not None and _engines.get(module) is engine:
+    if engine.removed and module is not None and _engines.get(module) is engine:
         del _engines[module]
-    engine.remove()
 
 
 def _alive(engine: DenoiserEngine) -> nn.Module:
@@ -198,67 +237,79 @@ def _alive(engine: DenoiserEngine) -> nn.Module:
     return module
 
 
-def _rule(config: CacheConfig, module: nn.Module) -> Rule:
-    return find_strategy(config).build(config, module)
+def _chosen(config: Configs, overrides: dict[str, Any]) -> list[CacheConfig]:
+    """The configs of one call, lossless ones last so that the order given never matters."""
+    given = list(config) if isinstance(config, (list, tuple)) else [config]
+    if not given:
+        raise ValueError("an empty list enables nothing; pass at least one config")
+    if len(given) > 1 and overrides:
+        raise ValueError(f"with several configs set {', '.join(overrides)} in the config that it belongs to")
+    chosen = sorted((to_config(item, overrides) for item in given), key=lambda item: find_strategy(item).lossless)
+    names = [find_strategy(item).name for item in chosen]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} stands twice in the list; keep one config of it")
+    return chosen
 
 
-def _engine(
-    name: str, module: nn.Module, config: CacheConfig, strict: bool, progress: bool, branches: Sequence[str] | None
-) -> DenoiserEngine:
-    rule = _rule(config, module)
-    site = _site(module, rule)
+def _new_engine(name: str, module: nn.Module, progress: bool) -> DenoiserEngine:
+    engine = _engines[module] = DenoiserEngine(name, module, progress)
+    return engine
+
+
+def _members(name: str, module: nn.Module, chosen: Sequence[CacheConfig], strict: bool) -> list[Member]:
+    """The strategies for one denoiser, hooked; all or none."""
+    engine = _find(module)
+    known = [] if engine is None else [(m.strategy, [part.rule for part in m.parts]) for m in engine.members]
+    members: list[Member] = []
     try:
-        return DenoiserEngine(name, module, str(config), site, rule, strict, progress, branches)
+        for config in chosen:
+            rules = find_strategy(config).build(config, module)
+            _refuse_pairs(find_strategy(config).name, rules, known)
+            known.append((find_strategy(config).name, rules))
+            members.append(_member(name, module, config, rules, strict))
     except BaseException:
-        site.remove()
+        for member in members:
+            member.remove()
         raise
+    return members
 
 
-def _site(module: nn.Module, rule: Rule) -> Site:
-    core = unwrap(module)
-    if core is not module or core._compiled_call_impl is not None:
-        raise UnsupportedModelError(
-            f"{type(core).__name__} is compiled as a whole, so its blocks can no longer be skipped; "
-            f"compile its blocks instead: model.compile_repeated_blocks()"
-        )
-    if isinstance(rule.site, ModulesSpec):
-        compiled = [
-            path
-            for path, parent in core.named_modules()
-            if parent._compiled_call_impl is not None
-            for inner in (*rule.site.modules, *rule.site.zeroed)
-            if not path or inner.startswith(f"{path}.")
-        ]
-        if compiled:
-            raise UnsupportedModelError(
-                f"{compiled[0] or type(core).__name__} is compiled, so hooks on modules inside it never run; predict "
-                f"the block stack instead (use_lite_mode=True), or enable the cache without compiling"
+def _member(name: str, module: nn.Module, config: CacheConfig, rules: Sequence[Rule], strict: bool) -> Member:
+    refuse_whole_compile(module)
+    sites: list[Site] = []
+    try:
+        for rule in rules:
+            sites.append(attach(rule.site, module))
+    except BaseException:
+        for site in sites:
+            site.remove()
+        raise
+    chosen = find_strategy(config)
+    owner = f"`{name or type(unwrap(module)).__name__}`"
+    pairs = list(zip(rules, sites, strict=True))
+    return Member(chosen.name, str(config), owner, pairs, chosen.lossless, strict)
+
+
+def _refuse_pairs(name: str, rules: Sequence[Rule], known: Sequence[tuple[str, list[Rule]]]) -> None:
+    for other, other_rules in known:
+        reason = conflict(strategy_named(name), rules, strategy_named(other), other_rules)
+        if reason is not None:
+            raise CacheConflictError(
+                f"{reason}; keep one of them (cachekit.disable_cache(target, {other!r}) takes one off)"
             )
-        return ModulesSite(rule.site, core)
-    if not latent_names(core):
-        raise UnsupportedModelError(
-            f"{type(core).__name__}.forward names no argument for the latents; give it a parameter hidden_states"
-        )
-    unet = find_unet(core)
-    if unet is not None:
-        return StackSite(rule.site, unet.lists(), unet)
-    lists = find_block_lists(core)
-    if sum(len(item.blocks) for item in lists) < 2:
-        raise UnsupportedModelError(
-            f"{type(core).__name__} has no list of at least two blocks to skip; keep the blocks of your model in an "
-            f"nn.ModuleList and call them one after the other"
-        )
-    return StackSite(rule.site, lists)
 
 
-def _refuse_conflicts(target: Any, name: str, module: nn.Module) -> None:
+def _refuse_conflicts(target: Any, name: str, module: nn.Module, chosen: Sequence[CacheConfig]) -> None:
     owner = f"pipe.{name}" if name else "model"
     core = unwrap(module)
-    if _find(module) is not None:
-        raise CacheConflictError(
-            f"{owner} is cached already: change the settings with handle.update(...), or call "
-            f"cachekit.disable_cache(...) first"
-        )
+    engine = _find(module)
+    for member in () if engine is None else engine.members:
+        if any(find_strategy(item).name == member.strategy for item in chosen):
+            raise CacheConflictError(
+                f"{owner} is cached already by {member.strategy}: change the settings with handle.update(...), or call "
+                f"cachekit.disable_cache(...) first"
+            )
     if getattr(core, "_cache_config", None) is not None:
         raise CacheConflictError(f"diffusers' own cache is enabled; call {owner}.disable_cache() first")
     for item in (target, core):

@@ -230,9 +230,9 @@ class _Script:
 
 
 @strategy("scripted", ScriptedConfig)
-def scripted(config: ScriptedConfig, denoiser: nn.Module) -> Rule:
+def scripted(config: ScriptedConfig, denoiser: nn.Module) -> list[Rule]:
     """Forced decisions."""
-    return Rule(StackSpec(), _Script(config.computed), Taylor(config.order), Guards(warmup=0), config.storage)
+    return [Rule(StackSpec(), _Script(config.computed), Taylor(config.order), Guards(warmup=0), config.storage)]
 
 
 ALWAYS = ck.FirstBlockCacheConfig(threshold=1e9)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,62 +16,43 @@ from cachekit.engine import observers
 from cachekit.engine.binding import bind, tensors_in
 from cachekit.engine.branches import Match
 from cachekit.engine.discovery import unwrap
-from cachekit.engine.history import Entry, History
 from cachekit.engine.hooks import Hook, Inner
+from cachekit.engine.member import Member, Part
 from cachekit.engine.own_cache import fills_own_cache
-from cachekit.engine.rules import CAP_REASON, GateContext, Rule
+from cachekit.engine.rules import AttentiveGate, GateContext, Rule
 from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
-from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError
-from cachekit.engine.state import BranchState, Call, RunState
-from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats, RunStats
+from cachekit.engine.sites import PassContext, SitePass, StructureChangedError
+from cachekit.engine.state import Call, PartCall, RunState
+from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats
 from cachekit.engine.tracker import Tracker
 from cachekit.engine.weights import WeightWatch
-from cachekit.errors import UnsupportedModelError, warn
+from cachekit.errors import UnsupportedModelError
 
-FEW_STEPS = 8
 _TELLING_STEPS = 4
 
 
 class DenoiserEngine:
-    """Caches one denoiser with one rule. All state lives here, keyed by thread, pipeline, run and branch.
+    """Caches one denoiser with one or several strategies. All state lives here, keyed by thread, pipeline, run, branch.
 
     Args:
         name: component name, "" for a bare module.
         module: the denoiser; held weakly.
-        label: what the statistics call the strategy.
-        site: where to skip.
-        strict: raise instead of warn when a computed call turns out to have nothing that can be skipped.
         progress: show reuse in the pipeline's progress bar.
-        branches: names of the guidance branches in the order of their calls within a step; None to find out.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        label: str,
-        site: Site,
-        rule: Rule,
-        strict: bool = False,
-        progress: bool = True,
-        branches: Sequence[str] | None = None,
-    ) -> None:
-        self.name, self.label, self.site, self.rule = name, label, site, rule
-        self._strict, self._progress = strict, progress
+    def __init__(self, name: str, module: nn.Module, progress: bool = True) -> None:
+        self.name = name
+        self.members: tuple[Member, ...] = ()
+        self._parts: tuple[Part, ...] = ()
+        self._progress = progress
         self._module = weakref.ref(module)
         core = unwrap(module)
         self._core = weakref.ref(core)
         self._watch = WeightWatch(core)
-        self._tracker = Tracker(core, branches, self._new_run)
+        self._tracker = Tracker(core, self._new_run)
         self._local = threading.local()
-        self._last: RunStats | None = None
-        self._runs = self._total_calls = self._total_reused = 0
         self._lock = threading.Lock()
-        self.roll_back: Callable[[], None] = self.remove
         self.removed = False
-        self.notes: list[str] = []
-        site.current = self._current_pass
-        site.spend = self._spend
         self._root = Hook(module, self._handle, eager=True)
         observers.acquire(self)
 
@@ -86,6 +68,10 @@ class DenoiserEngine:
         """The denoiser without a `torch.compile` wrapper; None once it is gone."""
         return self._core()
 
+    def name_branches(self, branches: Sequence[str]) -> None:
+        """Give the guidance branches names, in the order of their calls within a step."""
+        self._tracker.branches = tuple(branches)
+
     def serves(self, module: Any) -> bool:
         """True when `module` is this engine's denoiser, wrapped by `torch.compile` or not."""
         return isinstance(module, nn.Module) and unwrap(module) is self.module
@@ -96,11 +82,37 @@ class DenoiserEngine:
         self._tracker.sessions.add(session)
         session.engines.add(self)
 
-    def update(self, rule: Rule, label: str) -> None:
-        """Use another rule on the same site from the next call on; what is held is let go."""
-        self.rule, self.label = rule, label
+    def add(self, member: Member) -> None:
+        """Let a strategy take part from the next call on."""
+        for part in member.parts:
+            part.site.current = partial(self._current_pass, part)
+            part.site.spend = self._spend
+        self._set((*self.members, member))
+
+    def take_out(self, member: Member) -> None:
+        """Take a strategy off and let go of what it holds; the last one takes the engine with it."""
+        if member not in self.members:
+            return
+        member.remove()
+        self._set(tuple(other for other in self.members if other is not member))
         for run in list(self._tracker.runs):
-            run.branches.clear()
+            for part in member.parts:
+                run.forget_part(part)
+        if not self.members:
+            self.remove()
+
+    def _set(self, members: tuple[Member, ...]) -> None:
+        self.members = tuple(sorted(members, key=lambda member: member.lossless))
+        parts = [part for member in self.members for part in member.parts]
+        self._parts = tuple(sorted(parts, key=lambda part: part.site.rank))
+
+    def update(self, member: Member, rules: Sequence[Rule], label: str) -> None:
+        """Use other rules on the same sites from the next call on; what is held is let go."""
+        member.label = label
+        for part, rule in zip(member.parts, rules, strict=True):
+            part.rule = rule
+            for run in list(self._tracker.runs):
+                run.forget_part(part)
 
     def free(self) -> None:
         """Let go of all results that are held."""
@@ -109,49 +121,44 @@ class DenoiserEngine:
 
     def compiled(self, module: nn.Module) -> None:
         """`module.compile()` was called somewhere in the process; take the place in front of it again."""
-        for hook in (self._root, *self.site.hooks):
+        for hook in (self._root, *self._site_hooks()):
             hook.ensure()
         if module is self.module:
             self.say(WHOLE_COMPILE)
 
+    def _site_hooks(self) -> Iterator[Hook]:
+        return (hook for part in self._parts for hook in part.site.hooks)
+
     def say(self, text: str) -> None:
-        """Something is wrong with this cache as such: warn once and keep it in the statistics."""
-        if text not in self.notes:
-            self.notes.append(text)
-            warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
+        """Something is wrong with every cache on this denoiser as such."""
+        for member in self.members:
+            member.say(text)
 
     def remove(self) -> None:
         """Take off all hooks and let go of everything."""
         self.removed = True
-        self.site.remove()
+        for member in self.members:
+            member.remove()
         self._root.remove()
         self.free()
         observers.release(self)
         for session in list(self._tracker.sessions):
             session.engines.discard(self)
 
-    def stats(self) -> DenoiserStats:
-        held = sum(run.nbytes() for run in list(self._tracker.runs))
-        return DenoiserStats(
-            self.name,
-            self.label,
-            self.site.describe(),
-            self._last,
-            self._runs,
-            self._total_calls,
-            self._total_reused,
-            held,
-            list(self.notes),
-        )
+    def stats(self) -> list[DenoiserStats]:
+        """One record per strategy."""
+        runs = list(self._tracker.runs)
+        return [member.stats(self.name, sum(run.nbytes(member) for run in runs)) for member in self.members]
 
     # one call
 
-    def _current_pass(self) -> SitePass | None:
+    def _current_pass(self, part: Part) -> SitePass | None:
         call: Call | None = getattr(self._local, "call", None)
         if call is None:
             self._root.ensure()
             return None
-        return call.site_pass
+        item = call.parts.get(part)
+        return None if item is None else item.site_pass
 
     def _spend(self, seconds: float) -> None:
         call: Call | None = getattr(self._local, "call", None)
@@ -178,162 +185,205 @@ class DenoiserEngine:
         try:
             output = self._forward(call, timed, args, kwargs)
         except BaseException:
-            call.state.forget()
-            call.run.ended = True
+            call.run.forget(call.branch)
+            for stats in call.run.stats.values():
+                stats.ended = True
             self._tracker.abort()
             raise
         self._close(call)
-        call.run.stats.overhead_seconds += call.own_seconds + time.perf_counter() - started - spent
+        for member in self.members[:1]:
+            call.run.stats_of(member).overhead_seconds += call.own_seconds + time.perf_counter() - started - spent
         return output
 
     def _forward(self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            output, entry = self._attempt(call, inner, args, kwargs)
+            output, entries = self._attempt(call, inner, args, kwargs)
         except StructureChangedError:
             call.forced = "the model ran other blocks or shapes than before"
-            self._note(call.run, call.forced)
-            call.state.forget()
-            self.site.forget(call.branch)
-            output, entry = self._attempt(call, inner, args, kwargs)
-        self._keep(call, entry)
+            for member in self.members[:1]:
+                member.note(call.run.stats_of(member), call.forced)
+            call.run.forget(call.branch)
+            for part in self._parts:
+                part.site.forget(call.branch)
+            output, entries = self._attempt(call, inner, args, kwargs)
+        for item, entry in entries:
+            self._keep(call, item, entry)
         return output
 
     def _attempt(
         self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Entry | None]:
-        context = PassContext(
-            step=call.view.step,
-            history=call.state.history,
-            predictor=self.rule.predictor,
-            storage=self.rule.storage,
-            decide=lambda signal: self._decide(call, signal),
-            sources=call.sources,
-            signature=call.state.signature,
-            read=call.read,
-        )
-        call.site_pass = self.site.begin(call.branch, context)
-        self._local.call = call
+    ) -> tuple[Any, list[tuple[PartCall, Any]]]:
+        """The forward pass with a pass of every site around it, and what each of them computed."""
+        call.parts = {}
+        forward = inner
         try:
-            with call.site_pass.surround():
-                output = inner(*args, **kwargs)
-            return output, call.site_pass.finish()
+            for part in self._parts:
+                item = self._begin(call, part)
+                assert item.site_pass is not None
+                forward = partial(_around, item.site_pass, forward)
+                if item.site_pass.replaces_model:
+                    break
+            self._local.call = call
+            output = forward(*args, **kwargs)
+            return output, [(item, item.site_pass.finish()) for item in call.parts.values() if item.site_pass]
         finally:
             self._local.call = None
-            call.site_pass = None
+            for item in call.parts.values():
+                item.site_pass = None
 
-    def _keep(self, call: Call, entry: Entry | None) -> None:
-        state = call.state
-        if call.reused:
+    def _begin(self, call: Call, part: Part) -> PartCall:
+        item = call.parts[part] = PartCall(part, call.run.state_of(part, call.branch))
+        context = PassContext(
+            now=call.view,
+            branch=call.branch,
+            history=item.state.history,
+            predictor=part.rule.predictor,
+            storage=part.rule.storage,
+            decide=partial(self._decide, call, item),
+            arguments=call.arguments,
+            sources=call.sources,
+            signature=call.signature,
+            read=item.read,
+            others=partial(call.run.newest_of, part, call.branch),
+        )
+        item.site_pass = part.site.begin(call.branch, context)
+        return item
+
+    def _keep(self, call: Call, item: PartCall, entry: Any) -> None:
+        state, rule = item.state, item.part.rule
+        if item.reused:
             state.consecutive += 1
             return
         state.consecutive = 0
         if entry is None:
             state.forget()
-            self._nothing_kept(call)
+            self._nothing_kept(call, item.part.member)
             return
         previous = state.history.newest
-        if self.rule.observe is not None and previous is not None:
-            call.score = self.rule.observe(previous, entry, call.read)
+        if rule.observe is not None and previous is not None:
+            item.score = rule.observe(previous, entry, item.read)
         state.history.push(entry)
 
-    def _nothing_kept(self, call: Call) -> None:
+    def _nothing_kept(self, call: Call, member: Member) -> None:
         text = (
             "a computed call could not be kept: its block calls differ from the last ones, write into their input, or "
             "no block stack carries the latents"
         )
-        if self._strict:
-            self.roll_back()
+        if member.strict:
+            member.roll_back()
             raise UnsupportedModelError(
-                f"{self.label}: {text}; disable_cache and register the block class, if it helps"
+                f"{member.label}: {text}; disable_cache and register the block class, if it helps"
             )
-        self._note(call.run, text)
+        member.note(call.run.stats_of(member), text)
 
-    def _decide(self, call: Call, signal: torch.Tensor | None) -> bool:
-        history = call.state.history
-        if self.rule.observe is not None:
-            call.reason = CALIBRATION_REASON
+    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
+        rule, state = item.part.rule, item.state
+        item.reused, item.score = False, None
+        if rule.observe is not None:
+            item.reason = CALIBRATION_REASON
             return False
-        objection = call.forced or self.rule.guards.objection(call.view, history, call.state.consecutive)
-        call.reused, call.score = False, None
+        context = GateContext(call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry)
+        objection = call.forced or rule.guards.objection(call.view, state.history, state.consecutive)
         if objection is None:
-            context = GateContext(call.view, call.branch, history, signal, call.read)
-            verdict = self.rule.gate.decide(context)
-            call.score, call.reason = verdict.score, verdict.reason
-            call.reused = verdict.reuse and verdict.is_sound
+            verdict = rule.gate.decide(context)
+            state.carry = verdict.carry
+            item.score, item.reason = verdict.score, verdict.reason
+            item.reused = verdict.reuse and verdict.is_sound
             if not verdict.is_sound:
-                call.reason = "the score is not a finite number"
-                self._note(call.run, call.reason)
+                item.reason = "the score is not a finite number"
+                item.part.member.note(call.run.stats_of(item.part.member), item.reason)
         else:
-            call.reason = objection
-        if not call.reused:
-            history.make_room()
-        return call.reused
+            item.reason = objection
+            if isinstance(rule.gate, AttentiveGate):
+                state.carry = rule.gate.attend(context)
+        if not item.reused:
+            state.history.make_room()
+        return item.reused
 
     # before and after
 
     def _open(self, arguments: dict[str, Any]) -> Call:
         run, view, match = self._tracker.locate(arguments)
-        if self._last is not run.stats:
-            self._last = run.stats
-            self._follow_run(run)
-        branch = match.branch.name
-        state = run.branches.get(branch)
-        if state is None:
-            state = run.branches[branch] = BranchState(History(self.rule.predictor.depth))
+        self._follow_run(run)
         tensors = (tensor for name in self._tracker.latents for tensor in tensors_in(arguments.get(name)))
-        call = Call(run, view, branch, state, tuple(tensor for tensor in tensors if tensor.is_floating_point()))
-        call.forced = self._obstacle(call, arguments, match)
+        sources = tuple(tensor for tensor in tensors if tensor.is_floating_point())
+        signature = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in sources)
+        call = Call(run, view, match.branch.name, arguments, sources, signature)
+        call.forced = self._obstacle(call, match)
         return call
 
     def _follow_run(self, run: RunState) -> None:
-        session = self._tracker.session_of(run)
-        if session is not None:
-            session.engines.add(self)
+        """Make the records of a new run, and of strategies that joined a run half-way."""
+        for member in self.members:
+            stats = run.stats_of(member)
+            if member.last is not stats:
+                member.last = stats
+                session = self._tracker.session_of(run)
+                if session is not None:
+                    session.engines.add(self)
 
-    def _obstacle(self, call: Call, arguments: dict[str, Any], match: Match) -> str | None:
+    def _obstacle(self, call: Call, match: Match) -> str | None:
         """Why nothing that was kept may be used in this call; forgets what no longer holds."""
-        state, difference, reason = call.state, match.difference, None
-        signature = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in call.sources)
-        if signature != state.signature:
-            reason = None if state.signature is None else "new shape, dtype or device"
+        difference, reason = match.difference, None
+        weights = call.run.weights(call.view.step, self._watch)
+        last_signature, last_weights = call.run.exchange(call.branch, call.signature, weights)
+        if call.signature != last_signature:
+            reason = None if last_signature is None else "new shape, dtype or device"
         elif difference.reshaped or difference.structural:
             reason = "the conditioning has another form"
         elif difference.changed:
             reason = "the conditioning changed"
-        weights = call.run.weights(call.view.step, self._watch)
-        if weights != state.weights and state.weights is not None:
+        if weights != last_weights and last_weights is not None:
             reason = "the weights changed"
-        state.signature, state.weights = signature, weights
         if getattr(self._core(), "_cache_config", None) is not None:
             reason = "diffusers' own cache was enabled on this model; call its disable_cache()"
-        if fills_own_cache(arguments):
+        if fills_own_cache(call.arguments):
             reason = "the call fills the model's own key/value cache"
         if torch.is_grad_enabled():
             reason = "gradients are enabled"
         if reason is not None:
-            state.forget()
+            call.run.forget(call.branch)
         return reason
 
     def _new_run(self, old: RunState | None) -> None:
         """A run begins; `old` is the one it takes the place of."""
         if old is not None:
-            old.branches.clear()
-            if len(old.stats.computed_steps()) >= _TELLING_STEPS:
-                self._end_of_run(old)
-        for hook in self.site.hooks:
+            old.clear()
+            for member, stats in old.stats.items():
+                if len(stats.computed_steps()) >= _TELLING_STEPS:
+                    member.sum_up(stats)
+        for hook in self._site_hooks():
             hook.ensure()
         with self._lock:
-            self._runs += 1
+            for member in self.members:
+                member.runs += 1
 
     def _close(self, call: Call) -> None:
-        run, stats = call.run, call.run.stats
-        call.syncs += self._tracker.take_syncs(run)
-        stats.decisions.append(Decision(call.view.step, call.branch, call.reused, call.reason, call.score, call.syncs))
-        stats.peak_bytes = max(stats.peak_bytes, run.nbytes())
-        with self._lock:
-            self._last = stats
-            self._total_calls += 1
-            self._total_reused += call.reused
+        run, number = call.run, call.run.calls
+        run.calls += 1
+        syncs = self._tracker.take_syncs(run)
+        for member in self.members:
+            stats = run.stats_of(member)
+            reused = False
+            for item in call.of(member):
+                read, syncs = item.syncs + syncs, 0
+                stats.decisions.append(
+                    Decision(
+                        call.view.step,
+                        call.branch,
+                        item.reused,
+                        item.reason,
+                        item.score,
+                        read,
+                        number,
+                        item.part.rule.name,
+                    )
+                )
+                reused = reused or item.reused
+            stats.peak_bytes = max(stats.peak_bytes, run.nbytes(member))
+            with self._lock:
+                member.total_calls += 1
+                member.total_reused += reused
         session = self._tracker.session_of(run)
         if call.view.is_last:
             run.last_step()
@@ -341,34 +391,24 @@ class DenoiserEngine:
                 if engine is not self and session is not None:
                     engine.leave(session, call.view.step)
             self._end_of_run(run)
-        if self._progress and session is not None:
-            session.show(f"reused {stats.reused}/{stats.calls}")
+        if self._progress and session is not None and self.members:
+            shown = run.stats_of(self.members[0])
+            session.show(f"reused {shown.reused}/{shown.calls}")
 
     def _end_of_run(self, run: RunState) -> None:
-        """What has to be said about a whole run."""
-        if run.ended:
-            return
-        run.ended = True
-        decisions = run.stats.decisions
-        asked = [d for d in decisions if d.score is not None or d.reason == CAP_REASON]
-        if not run.stats.reused and self.rule.observe is None:
-            few = (
-                f" With {run.stats.steps} steps there is little to reuse." if (run.stats.steps or 0) < FEW_STEPS else ""
-            )
-            reasons = sorted({d.reason for d in decisions})
-            self._note(run, f"enabled, but nothing was reused in the whole run ({'; '.join(reasons)}).{few}")
-        elif asked and all(d.reused or d.reason == CAP_REASON for d in asked) and any(not d.reused for d in asked):
-            self._note(run, "the gate never asked for a computation, only the cap on consecutive reuses did")
+        for member, stats in run.stats.items():
+            member.sum_up(stats)
 
     def leave(self, session: Session, step: int) -> None:
         """Another denoiser of the pipeline is in the last step; give back what no later call will use."""
         run = self._tracker.run_of(session)
-        if run is not None and all(decision.step < step for decision in run.stats.decisions[-1:]):
+        if run is None:
+            return
+        last = max((stats.decisions[-1].step for stats in run.stats.values() if stats.decisions), default=-1)
+        if last < step:
             run.let_go()
             self._end_of_run(run)
 
-    def _note(self, run: RunState, text: str) -> None:
-        if text not in run.warned:
-            run.warned.add(text)
-            run.stats.notes.append(text)
-            warn(f"{self.label} on `{self.name or type(self.module).__name__}`: {text}")
+
+def _around(site_pass: SitePass, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    return site_pass.around(inner, args, kwargs)

@@ -8,6 +8,7 @@ are plain.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,54 +26,104 @@ class Hook:
     """Sends the calls of one module through `handler(inner, args, kwargs)` until removed.
 
     `inner` is what a call would have run without the hook; with `eager` the module's own forward, even when it was
-    compiled in place. The module is held weakly: a hook keeps no model alive.
+    compiled in place. Several hooks on one module are nested, the latest outermost, and can be removed in any order.
+    The module is held weakly: a hook keeps no model alive.
     """
 
     def __init__(self, module: nn.Module, handler: Handler, eager: bool = False) -> None:
-        self._eager = eager
+        self.handler, self.eager = handler, eager
+        with _lock:
+            self._point: _Point | None = _Point.of(module)
+            self._point.change((*self._point.hooks, self))
+
+    @property
+    def in_place(self) -> bool:
+        """False when a later `module.compile()` took the slot."""
+        return self._point is not None and self._point.in_place
+
+    def ensure(self) -> None:
+        """Take the outermost place again after a later `module.compile()`."""
+        if self._point is not None:
+            self._point.ensure()
+
+    def remove(self) -> None:
+        """Put back what was there; a callable that was stored over the hook later is left alone."""
+        with _lock:
+            point, self._point = self._point, None
+            if point is not None:
+                point.change(tuple(hook for hook in point.hooks if hook is not self))
+
+
+class _Point:
+    """All hooks of one module: the wrapper in its slot, there as long as a hook is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.hooks: tuple[Hook, ...] = ()
+        self._eager = False
         self._module = weakref.ref(module)
         self._previous: Inner | None = None
         self._had_slot = False
-        self._handler = handler
         self._wrapper: Inner | None = None
-        self._attach()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Point:
+        known = _points.get(id(module))
+        if known is None or known._module() is not module:
+            known = _points[id(module)] = cls(module)
+        return known
+
+    def change(self, hooks: tuple[Hook, ...]) -> None:
+        had, self.hooks = bool(self.hooks), hooks
+        self._eager = any(hook.eager for hook in hooks)
+        if hooks and not had:
+            self._attach()
+        elif had and not hooks:
+            self._detach()
+
+    @property
+    def in_place(self) -> bool:
+        module = self._module()
+        return module is not None and self._wrapper is not None and module.__dict__.get(_SLOT) is self._wrapper
+
+    def ensure(self) -> None:
+        if self._wrapper is not None and not self.in_place:
+            self._attach()
 
     def _attach(self) -> None:
         module = self._module()
         if module is None:
             return
         self._had_slot = _SLOT in module.__dict__
-        self._previous = module.__dict__.get(_SLOT)
-        previous = None if self._eager else self._previous
-        handler, reference = self._handler, self._module
+        self._previous = previous = module.__dict__.get(_SLOT)
+        reference = self._module
 
         def hooked_call(*args: Any, **kwargs: Any) -> Any:
+            hooks = self.hooks
             inner = previous
-            if inner is None:
+            if inner is None or self._eager:
                 inner = reference()._call_impl  # type: ignore[union-attr]
-            return handler(inner, args, kwargs)
+            for hook in hooks[:-1]:
+                inner = _nested(hook.handler, inner)
+            return hooks[-1].handler(inner, args, kwargs) if hooks else inner(*args, **kwargs)
 
         # A compiled caller must not trace the hook. What is compiled further in turns dynamo on again by itself.
         self._wrapper = torch.compiler.disable(hooked_call)
         module.__dict__[_SLOT] = self._wrapper
 
-    @property
-    def in_place(self) -> bool:
-        """False when a later `module.compile()` took the slot."""
+    def _detach(self) -> None:
         module = self._module()
-        return module is not None and self._wrapper is not None and module.__dict__.get(_SLOT) is self._wrapper
-
-    def ensure(self) -> None:
-        """Take the outermost place again after a later `module.compile()`."""
-        if self._wrapper is not None and not self.in_place:
-            self._attach()
-
-    def remove(self) -> None:
-        """Put back what was there; a callable that was stored over the hook later is left alone."""
-        module = self._module()
-        if module is not None and self.in_place:
-            if self._had_slot:
+        if module is not None:
+            if self.in_place and self._had_slot:
                 module.__dict__[_SLOT] = self._previous
-            else:
+            elif self.in_place:
                 del module.__dict__[_SLOT]
         self._wrapper = None
+
+
+# Re-entrant: garbage collection may remove a hook while this thread holds the lock.
+_lock = threading.RLock()
+_points: weakref.WeakValueDictionary[int, _Point] = weakref.WeakValueDictionary()
+
+
+def _nested(handler: Handler, inner: Inner) -> Inner:
+    return lambda *args, **kwargs: handler(inner, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ from cachekit.engine.binding import rebuild
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.rules import ModulesSpec
-from cachekit.engine.sites import PassContext, Site, StructureChangedError, floating_parts, kept_form
+from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError, floating_parts, kept_form
 
 
 class ModulesSite(Site):
     """Hooks the modules of a :class:`ModulesSpec`; slots are (path, whether it is zeroed)."""
+
+    rank = 2
 
     def __init__(self, spec: ModulesSpec, denoiser: nn.Module) -> None:
         super().__init__()
@@ -34,21 +35,15 @@ class ModulesSite(Site):
         return self._description
 
 
-class ModulesPass:
+class ModulesPass(SitePass):
     """A forward pass in which module outputs are kept, or predicted. Places are (path, n-th call, output key)."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._calls: dict[str, int] = {}
-        self._entry = Entry(context.step)
+        self._entry = Entry(context.now.step)
         self._answered = 0
         self._reuse = context.decide(None)
-
-    def surround(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def passes_by(self, slot: tuple[str, bool]) -> bool:
-        return False
 
     def run(self, slot: tuple[str, bool], inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, zeroed = slot

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,8 @@ class GateContext:
         history: computed calls of this site and branch.
         signal: the probe's residual of this call (sites with a probe), else None.
         read: reads one number back from the device; counted in the statistics.
+        arguments: arguments of the denoiser call by name.
+        carry: what the gate handed over in the last call of this branch; None when what was kept has been let go.
     """
 
     now: View
@@ -30,15 +32,21 @@ class GateContext:
     history: History
     signal: torch.Tensor | None
     read: Callable[[torch.Tensor], float]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    carry: Any = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A gate's answer. A score that is not a finite number always means compute."""
+    """A gate's answer. A score that is not a finite number always means compute.
+
+    `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held).
+    """
 
     reuse: bool
     score: float | None = None
     reason: str = ""
+    carry: Any = None
 
     @property
     def is_sound(self) -> bool:
@@ -51,6 +59,13 @@ class Gate(Protocol):
     def decide(self, context: GateContext) -> Verdict: ...
 
 
+@runtime_checkable
+class AttentiveGate(Protocol):
+    """A gate that has to see every call: `attend` is asked where guards object, and returns what to carry on."""
+
+    def attend(self, context: GateContext) -> Any: ...
+
+
 class Predictor(Protocol):
     """Says what a skipped site would have returned. Pure: keeps no state between calls."""
 
@@ -59,8 +74,8 @@ class Predictor(Protocol):
         """Number of computed results that are kept for it."""
         ...
 
-    def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], step: int) -> torch.Tensor:
-        """Prediction for `step` from results at `steps` (newest first, at least one)."""
+    def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], now: View) -> torch.Tensor:
+        """Prediction for the step `now` from results at `steps` (newest first, at least one)."""
         ...
 
 
@@ -100,9 +115,14 @@ CAP_REASON = "cap on consecutive reuses"
 
 @dataclass(frozen=True)
 class StackSpec:
-    """Site: the block stacks. With `probe` the first block always runs and its residual is the gate's signal."""
+    """Site: the block stacks; of a UNet the part below its `depth` outermost blocks.
 
+    With `probe` the first block always runs and its residual is the gate's signal.
+    """
+
+    place: ClassVar[str] = "the blocks"
     probe: bool = False
+    depth: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,14 +134,16 @@ class ModulesSpec:
         zeroed: paths of modules that return zeros on reuse (their output does not matter then).
     """
 
+    place: ClassVar[str] = "modules inside the blocks"
     modules: tuple[str, ...]
     zeroed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A strategy, taken apart.
+    """A strategy, or one of the rules that it consists of, taken apart.
 
+    `name` says which part it is where a strategy has several, such as "spatial attention".
     `observe` looks at two computed calls in a row (previous, new) and returns a number for the decision record; it is
     how calibration listens.
     """
@@ -132,3 +154,4 @@ class Rule:
     guards: Guards = field(default_factory=Guards)
     storage: Storage = AS_COMPUTED
     observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None
+    name: str = ""

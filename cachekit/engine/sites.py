@@ -6,16 +6,16 @@ of that call: it records what is computed, or answers in their place.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from cachekit.engine.binding import Key, is_floating, items, rebuild
+from cachekit.engine.clock import View
 from cachekit.engine.history import Entry, History, Storage
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.rules import Predictor
@@ -30,51 +30,62 @@ class PassContext:
     """What a pass needs from the engine.
 
     Attributes:
-        step: the current step.
+        now: where the run is.
+        branch: name of the guidance branch.
         history: results of this site and branch.
         predictor: what answers for skipped work.
         storage: how results are kept.
         decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
+        arguments: arguments of the denoiser call by name.
         sources: the latents of this call, for tracing.
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
+        others: other branch -> what this site kept of its newest computed call.
     """
 
-    step: int
+    now: View
+    branch: str
     history: History
     predictor: Predictor
     storage: Storage
     decide: Callable[[torch.Tensor | None], bool]
+    arguments: Mapping[str, Any]
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
     read: Callable[[torch.Tensor], float]
+    others: Callable[[], Mapping[str, Entry]] = dict
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
         steps, values = self.history.values(place)
         if not values:
             return None
-        prediction = self.predictor.predict(steps, values, self.step)
+        prediction = self.predictor.predict(steps, values, self.now)
         if like is not None:
             return prediction.to(device=like.device, dtype=like.dtype)
         # Handed to the model as it is: code that writes into it must not reach what is kept.
         return prediction.clone() if any(prediction is value for value in values) else prediction
 
 
-class SitePass(Protocol):
-    """One denoiser call as a site sees it."""
+class SitePass:
+    """One denoiser call as a site sees it.
 
-    def surround(self) -> contextlib.AbstractContextManager[Any]:
-        """What has to be entered around the forward pass."""
-        ...
+    `replaces_model` is True when :meth:`around` answers without running anything that another site could watch.
+    """
+
+    replaces_model = False
+
+    def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass of the denoiser, or an answer in its place."""
+        return inner(*args, **kwargs)
 
     def passes_by(self, slot: Any) -> bool:
         """True when a call of a hooked module needs nothing from this pass; it then counts as seen."""
-        ...
+        return False
 
     def run(self, slot: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a hooked module."""
-        ...
+        return inner(*args, **kwargs)
 
     def finish(self) -> Entry | None:
         """After the forward pass: the entry of a computed call; None for a reuse or when nothing could be kept.
@@ -82,11 +93,13 @@ class SitePass(Protocol):
         Raises:
             StructureChangedError: when a reuse did not come past every place that it should have.
         """
-        ...
+        raise NotImplementedError
 
 
 class Site:
-    """Owns the hooks of one kind of place."""
+    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards."""
+
+    rank = 0
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []

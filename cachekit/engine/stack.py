@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Place, Slot, unet_layout
 from cachekit.engine.rules import StackSpec
-from cachekit.engine.sites import PassContext, Site, StructureChangedError, frozen
+from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError, frozen
 from cachekit.engine.tracing import TracePass
 
 LayoutKey = tuple[str, Hashable]
@@ -24,6 +23,8 @@ LayoutKey = tuple[str, Hashable]
 
 class StackSite(Site):
     """Hooks every block; the layout of a branch is learnt in its first computed forward pass (a UNet's is fixed)."""
+
+    rank = 1
 
     def __init__(self, spec: StackSpec, lists: list[BlockList], unet: UNetParts | None = None) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class StackSite(Site):
         for item in lists:
             for i, block in enumerate(item.blocks):
                 slots.setdefault(id(block), Slot(item.name, i, block))
-        self._fixed = None if unet is None else unet_layout(list(slots.values()), unet)
+        self._fixed = None if unet is None else unet_layout(list(slots.values()), unet, spec.depth)
         for slot in slots.values():
             self.attach(slot.module, slot)
 
@@ -69,21 +70,18 @@ class StackSite(Site):
         return self._description
 
 
-class StackPass:
+class StackPass(SitePass):
     """A forward pass with a known layout: keeps the change of every segment, or gives back predicted ones."""
 
     def __init__(self, layout: Layout, probe: bool, unlearn: Callable[[], None], context: PassContext) -> None:
         self._layout, self._unlearn, self._context = layout, unlearn, context
         self._count = 0
         self._on_track = True
-        self._entry = Entry(context.step)
+        self._entry = Entry(context.now.step)
         self._bases: dict[int, Capture] = {}
         self._landings: dict[int, dict[Key, torch.Tensor]] = {}
         self._probing = probe and any(place.is_probe for place in layout.places)
         self._reuse = False if self._probing else context.decide(None)
-
-    def surround(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def passes_by(self, slot: Slot) -> bool:
         places = self._layout.places

@@ -1,15 +1,18 @@
-"""What is remembered: of one branch, of one run, of one call in flight."""
+"""What is remembered: of one rule in one branch, of one run, of one call in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from cachekit.engine.binding import tensors_in
 from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
-from cachekit.engine.history import History
+from cachekit.engine.history import Entry, History
+from cachekit.engine.member import Member, Part
 from cachekit.engine.sites import SitePass
 from cachekit.engine.stats import RunStats
 from cachekit.engine.weights import WeightWatch
@@ -17,29 +20,66 @@ from cachekit.engine.weights import WeightWatch
 
 @dataclass
 class BranchState:
-    """What is remembered of one guidance branch during one run."""
+    """What one rule remembers of one guidance branch during one run."""
 
     history: History
     consecutive: int = 0
-    signature: Hashable = None
-    weights: Hashable = None
+    carry: Any = None
 
     def forget(self) -> None:
         """Let go of all results of this branch."""
         self.history.clear()
-        self.consecutive = 0
+        self.consecutive, self.carry = 0, None
+
+    def nbytes(self) -> int:
+        """Bytes of the results held."""
+        carried = () if self.carry is None else tensors_in(self.carry)
+        return self.history.nbytes() + sum(tensor.nbytes for tensor in carried)
 
 
 @dataclass(eq=False)
 class RunState:
     """Everything that dies with a run."""
 
-    stats: RunStats
+    number: int
+    steps: int | None
+    source: str
     book: BranchBook = field(default_factory=BranchBook)
-    branches: dict[str, BranchState] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
-    ended: bool = False
+    stats: dict[Member, RunStats] = field(default_factory=dict)
+    calls: int = 0
+    _states: dict[tuple[Part, str], BranchState] = field(default_factory=dict)
+    _facts: dict[str, tuple[Hashable, Hashable]] = field(default_factory=dict)
     _weighed: tuple[int, Hashable] = (-1, None)
+
+    def stats_of(self, member: Member) -> RunStats:
+        """The record of one strategy in this run."""
+        if member not in self.stats:
+            self.stats[member] = RunStats(self.number, self.steps, self.source)
+        return self.stats[member]
+
+    def state_of(self, part: Part, branch: str) -> BranchState:
+        """What a rule remembers of a branch."""
+        state = self._states.get((part, branch))
+        if state is None:
+            state = self._states[part, branch] = BranchState(History(part.rule.predictor.depth))
+        return state
+
+    def newest_of(self, part: Part, other_than: str) -> Mapping[str, Entry]:
+        """Other branch -> what a rule kept of its newest computed call."""
+        found = {name: state.history.newest for (owner, name), state in self._states.items() if owner is part}
+        return {name: entry for name, entry in found.items() if entry is not None and name != other_than}
+
+    def follow_timestep(self, number: int) -> None:
+        """From now on the steps of this run are told by timestep values."""
+        self.number, self.steps, self.source = number, None, "timestep"
+        for stats in self.stats.values():
+            stats.run, stats.steps, stats.source = number, None, "timestep"
+
+    def exchange(self, branch: str, signature: Hashable, weights: Hashable) -> tuple[Hashable, Hashable]:
+        """Note the form of a branch's latents and the weights; returns what was noted at its last call."""
+        before = self._facts.get(branch, (None, None))
+        self._facts[branch] = signature, weights
+        return before
 
     def weights(self, step: int, watch: WeightWatch) -> Hashable:
         """Fingerprint of the weights, taken once a step: users change them between steps."""
@@ -47,22 +87,55 @@ class RunState:
             self._weighed = step, watch.fingerprint()
         return self._weighed[1]
 
+    def forget(self, branch: str) -> None:
+        """Let go of all results of a branch."""
+        for (_, name), state in self._states.items():
+            if name == branch:
+                state.forget()
+
+    def forget_part(self, part: Part) -> None:
+        """Let go of all that a rule remembers."""
+        for key in [key for key in self._states if key[0] is part]:
+            del self._states[key]
+
     def last_step(self) -> None:
         """The scheduler's last step: give back what no later call of this run can use."""
         self.book.last_step()
         for branch in self.book.branches:
-            if branch.is_over and branch.name in self.branches:
-                self.branches[branch.name].forget()
+            if branch.is_over:
+                self.forget(branch.name)
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
         self.book.let_go()
-        for state in self.branches.values():
+        for state in self._states.values():
             state.forget()
 
-    def nbytes(self) -> int:
-        """Bytes of all results held."""
-        return sum(state.history.nbytes() for state in self.branches.values())
+    def clear(self) -> None:
+        """Another run takes the place of this one."""
+        self._states.clear()
+
+    def nbytes(self, member: Member) -> int:
+        """Bytes of all results held for one strategy."""
+        return sum(state.nbytes() for (part, _), state in self._states.items() if part.member is member)
+
+
+@dataclass
+class PartCall:
+    """What one rule does in one denoiser call."""
+
+    part: Part
+    state: BranchState
+    syncs: int = 0
+    reused: bool = False
+    reason: str = ""
+    score: float | None = None
+    site_pass: SitePass | None = None
+
+    def read(self, tensor: torch.Tensor) -> float:
+        """One number from the device."""
+        self.syncs += 1
+        return float(tensor)
 
 
 @dataclass
@@ -72,17 +145,13 @@ class Call:
     run: RunState
     view: View
     branch: str
-    state: BranchState
+    arguments: dict[str, Any]
     sources: tuple[torch.Tensor, ...]
+    signature: Hashable
     forced: str | None = None
-    syncs: int = 0
-    reused: bool = False
-    reason: str = ""
-    score: float | None = None
-    site_pass: SitePass | None = None
+    parts: dict[Part, PartCall] = field(default_factory=dict)
     own_seconds: float = 0.0
 
-    def read(self, tensor: torch.Tensor) -> float:
-        """One number from the device."""
-        self.syncs += 1
-        return float(tensor)
+    def of(self, member: Member) -> Iterator[PartCall]:
+        """What the rules of one strategy do in this call."""
+        return (item for item in self.parts.values() if item.part.member is member)

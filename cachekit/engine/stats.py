@@ -9,15 +9,17 @@ from typing import Any
 
 @dataclass
 class Decision:
-    """One denoiser call.
+    """What one rule of a strategy decided in one denoiser call.
 
     Attributes:
         step: position in the executed schedule, from 0.
         branch: guidance branch.
-        reused: False when the call was computed.
+        reused: False when everything was computed.
         reason: why.
         score: what the gate compared with its threshold, if it was asked.
-        syncs: values read back from the device for this call.
+        syncs: values read back from the device for this decision.
+        call: counts the denoiser calls of the run from 0.
+        part: which rule, where a strategy has several.
     """
 
     step: int
@@ -26,17 +28,21 @@ class Decision:
     reason: str
     score: float | None = None
     syncs: int = 0
+    call: int = 0
+    part: str = ""
 
 
 @dataclass
 class RunStats:
-    """All decisions of one run of one denoiser.
+    """All decisions of one run of one strategy on one denoiser.
 
     Attributes:
         steps: number of scheduler steps; None on a bare denoiser.
         source: "scheduler" or "timestep", whichever told the steps.
         peak_bytes: most bytes held between two calls.
-        overhead_seconds: time spent in cachekit's own code, without the model's.
+        overhead_seconds: time spent in cachekit's own code, without the model's; with several strategies on a denoiser
+            it stands with the first.
+        ended: True once the run is over.
     """
 
     run: int
@@ -46,15 +52,17 @@ class RunStats:
     peak_bytes: int = 0
     overhead_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    ended: bool = False
 
     @property
     def calls(self) -> int:
-        return len(self.decisions)
+        """Denoiser calls in which this strategy had something to decide."""
+        return len({decision.call for decision in self.decisions})
 
     @property
     def reused(self) -> int:
         """Calls in which work was skipped."""
-        return sum(decision.reused for decision in self.decisions)
+        return len({decision.call for decision in self.decisions if decision.reused})
 
     @property
     def computed(self) -> int:
@@ -76,17 +84,19 @@ class RunStats:
         """Steps that were computed, of one branch or of the first one."""
         if not self.decisions:
             return ()
-        name = branch or self.branches[0]
-        return tuple(decision.step for decision in self.of(name) if not decision.reused)
+        decisions = self.of(branch or self.branches[0])
+        reused = {decision.call for decision in decisions if decision.reused}
+        return tuple(dict.fromkeys(decision.step for decision in decisions if decision.call not in reused))
 
 
 @dataclass
 class DenoiserStats:
-    """What happened on one denoiser: the last run, and totals since the cache was enabled.
+    """What one strategy did on one denoiser: the last run, and totals since it was enabled.
 
     Attributes:
         name: component name; "" for a bare module.
-        strategy: name of the strategy and its settings.
+        strategy: registered name of the strategy.
+        settings: its config, as text.
         site: what is hooked.
         last: the current or last run; None before the first call.
         runs: number of runs so far.
@@ -96,6 +106,7 @@ class DenoiserStats:
 
     name: str
     strategy: str
+    settings: str
     site: str
     last: RunStats | None
     runs: int
@@ -106,10 +117,25 @@ class DenoiserStats:
 
 
 class Stats:
-    """Statistics of an enabled cache. `str()` is a table, `to_dict()` is JSON-ready."""
+    """Statistics of the enabled caches. `str()` is a table, `to_dict()` is JSON-ready.
 
-    def __init__(self, denoisers: Iterable[DenoiserStats]) -> None:
-        self.denoisers = {item.name: item for item in denoisers}
+    The sums count the first strategy of each denoiser, except for bytes, which are summed over all; a strategy that
+    changes no bit comes after one that skips steps.
+
+    Attributes:
+        all: every strategy on every denoiser.
+        denoisers: component name -> the first strategy on it.
+    """
+
+    def __init__(self, found: Iterable[DenoiserStats]) -> None:
+        self.all = tuple(found)
+        self.denoisers: dict[str, DenoiserStats] = {}
+        for item in self.all:
+            self.denoisers.setdefault(item.name, item)
+
+    def of(self, strategy: str) -> dict[str, DenoiserStats]:
+        """Component name -> statistics of one strategy."""
+        return {item.name: item for item in self.all if item.strategy == strategy}
 
     def _last(self) -> list[RunStats]:
         return [item.last for item in self.denoisers.values() if item.last is not None]
@@ -135,12 +161,12 @@ class Stats:
     @property
     def bytes_held(self) -> int:
         """Bytes held right now."""
-        return sum(item.bytes_held for item in self.denoisers.values())
+        return sum(item.bytes_held for item in self.all)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes held between two calls of the last run."""
-        return sum(run.peak_bytes for run in self._last())
+        return sum(item.last.peak_bytes for item in self.all if item.last is not None)
 
     @property
     def host_syncs(self) -> int:
@@ -166,17 +192,20 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain Python values."""
-        return {"denoisers": {name: asdict(item) for name, item in self.denoisers.items()}}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.denoisers}
+        for item in self.all:
+            found[item.name].append(asdict(item))
+        return {"denoisers": found}
 
     def __str__(self) -> str:
-        return "\n".join(_describe(item) for item in self.denoisers.values()) or "no cache enabled"
+        return "\n".join(_describe(item) for item in self.all) or "no cache enabled"
 
 
 CALIBRATION_REASON = "calibration"
 
 
 def _describe(item: DenoiserStats) -> str:
-    title = f"{item.name or 'denoiser'}: {item.strategy} on {item.site}"
+    title = f"{item.name or 'denoiser'}: {item.settings} on {item.site}"
     run = item.last
     notes = [f"  note: {note}" for note in item.notes]
     if run is None:
@@ -188,11 +217,13 @@ def _describe(item: DenoiserStats) -> str:
         f"own time {run.overhead_seconds * 1e3:.1f} ms"
     ]
     for branch in run.branches:
-        strip = "".join("." if decision.reused else "#" for decision in run.of(branch))
-        lines.append(f"  {branch:<10} {strip}   (# computed, . reused)")
+        for part in dict.fromkeys(decision.part for decision in run.of(branch)):
+            strip = "".join("." if decision.reused else "#" for decision in run.of(branch) if decision.part == part)
+            lines.append(f"  {branch:<10} {strip}   (# computed, . reused{', ' * bool(part)}{part})")
     reasons: dict[tuple[bool, str], int] = {}
     for decision in run.decisions:
-        key = decision.reused, decision.reason
+        reason = f"{decision.part}: {decision.reason}" if decision.part else decision.reason
+        key = decision.reused, reason
         reasons[key] = reasons.get(key, 0) + 1
     for (reused, reason), count in sorted(reasons.items(), key=lambda pair: -pair[1]):
         lines.append(f"  {count:>4} x {'reused' if reused else 'computed'}: {reason}")

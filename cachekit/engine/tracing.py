@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from cachekit.engine.captures import Capture, add_changes, add_passive, probe_si
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Slot, residual_layout
-from cachekit.engine.sites import PassContext, floating_parts, frozen, kept_form
+from cachekit.engine.sites import PassContext, SitePass, floating_parts, frozen, kept_form
 from cachekit.engine.streams import cosine, match_streams, still_fits
 from cachekit.engine.taint import Taint, Where, place_of
 
@@ -31,7 +30,7 @@ class _Event:
     output: Any = None
 
 
-class TracePass:
+class TracePass(SitePass):
     """The first computed forward pass of a branch: learns streams, dataflow and order, and keeps what it computes."""
 
     def __init__(self, probe: bool, learn: Callable[[Layout], None], context: PassContext) -> None:
@@ -39,7 +38,7 @@ class TracePass:
         self._taint = Taint(context.sources)
         self._events: list[_Event] = []
         self._latest: dict[str, _Event] = {}
-        self._entry = Entry(context.step)
+        self._entry = Entry(context.now.step)
         self._probed = not probe
         self._after_probe = False
         self._given: dict[str, torch.Tensor] = {}
@@ -48,11 +47,9 @@ class TracePass:
         context.history.clear()
         context.decide(None)
 
-    def surround(self) -> contextlib.AbstractContextManager[Any]:
-        return self._taint
-
-    def passes_by(self, slot: Slot) -> bool:
-        return False
+    def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._taint:
+            return inner(*args, **kwargs)
 
     def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._taint.suspended():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from cachekit.engine.conditioning import Conditioning
 from cachekit.engine.discovery import latent_names, timestep_names
 from cachekit.engine.session import Session, session_of
 from cachekit.engine.state import RunState
-from cachekit.engine.stats import RunStats
 
 
 @dataclass
@@ -38,20 +37,20 @@ class Tracker:
 
     Args:
         denoiser: the model.
-        branches: names of the guidance branches in the order of their calls within a step; None to find out.
         replaced: called with the run that a new one takes the place of, or None.
+
+    Attributes:
+        branches: names of the guidance branches in the order of their calls within a step; None to find out.
     """
 
-    def __init__(
-        self, denoiser: nn.Module, branches: Sequence[str] | None, replaced: Callable[[RunState | None], None]
-    ) -> None:
+    def __init__(self, denoiser: nn.Module, replaced: Callable[[RunState | None], None]) -> None:
         self.latents = latent_names(denoiser)
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self.runs: weakref.WeakSet[RunState] = weakref.WeakSet()
         self._denoiser = weakref.ref(denoiser)
         self._timesteps = timestep_names(denoiser)
         self._excluded = frozenset((*self.latents, *self._timesteps, "return_dict"))
-        self._names = tuple(branches) if branches else None
+        self.branches: tuple[str, ...] | None = None
         self._replaced = replaced
         self._local = threading.local()
 
@@ -123,13 +122,12 @@ class Tracker:
         thread = self._thread()
         thread.syncs += 1
         value = _number(run.book.first_timestep)
-        run.stats.run = thread.clock.take_over(value, {branch.name for branch in run.book.branches})
-        run.stats.source, run.stats.steps = "timestep", None
+        run.follow_timestep(thread.clock.take_over(value, {branch.name for branch in run.book.branches}))
         thread.runs[None] = thread.runs.pop(session)
 
     def _named(self, run: RunState, name: str | None) -> str | None:
-        if name is None and self._names is not None:
-            return self._names[run.book.called % len(self._names)]
+        if name is None and self.branches is not None:
+            return self.branches[run.book.called % len(self.branches)]
         return name
 
     def _stands_still(self, run: RunState, conditioning: Conditioning, name: str | None, timestep: Any) -> bool:
@@ -143,12 +141,12 @@ class Tracker:
     def _run(self, session: Session | None, view: View) -> RunState:
         runs = self._thread().runs
         run = runs.get(session)
-        if run is not None and run.stats.run == view.run and run.stats.source == view.source:
+        if run is not None and run.number == view.run and run.source == view.source:
             return run
         self._replaced(run)
         for dead in [key for key in runs if key is not None and key.pipeline is None]:
             del runs[dead]
-        run = runs[session] = RunState(RunStats(view.run, view.steps, view.source))
+        run = runs[session] = RunState(view.run, view.steps, view.source)
         self.runs.add(run)
         return run
 

@@ -5,9 +5,11 @@ from cachekit.strategies.base import (
     Strategy,
     find_strategy,
     strategy,
+    strategy_named,
     strategy_names,
     to_config,
 )
+from cachekit.strategies.combination import conflict
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
@@ -19,8 +21,10 @@ __all__ = [
     "MagCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
+    "conflict",
     "find_strategy",
     "strategy",
+    "strategy_named",
     "strategy_names",
     "to_config",
 ]

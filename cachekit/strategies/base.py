@@ -96,7 +96,7 @@ class CacheConfig:
         return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given.items())})"
 
 
-Builder = Callable[[Any, nn.Module], Rule]
+Builder = Callable[[Any, nn.Module], list[Rule]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Strategy:
     Attributes:
         name: short name for `enable_cache(target, name)`.
         config_class: its config.
-        build: makes the rule for one denoiser.
+        build: makes the rules for one denoiser.
         lossless: True when the output equals the uncached one.
         translate: makes our config from diffusers' config object of the same name.
     """
@@ -127,7 +127,7 @@ def strategy(
     lossless: bool = False,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[Builder], Builder]:
-    """Register the decorated function `(config, denoiser) -> Rule` as a strategy."""
+    """Register the decorated function `(config, denoiser) -> list[Rule]` as a strategy."""
 
     def register(build: Builder) -> Builder:
         _strategies[name] = Strategy(name, config_class, build, lossless, translate)
@@ -139,6 +139,17 @@ def strategy(
 def strategy_names() -> list[str]:
     """Names of all registered strategies."""
     return sorted(_strategies)
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in _strategies:
+        raise ValueError(f"unknown strategy {name!r}{_nearest(name, strategy_names())}")
+    return _strategies[name]
 
 
 def find_strategy(config: CacheConfig) -> Strategy:
@@ -156,9 +167,7 @@ def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
     if any(type(config) is item.config_class for item in _strategies.values()):
         return config.replaced(**overrides) if overrides else config  # type: ignore[no-any-return]
     if isinstance(config, str):
-        if config not in _strategies:
-            raise ValueError(f"unknown strategy {config!r}{_nearest(config, strategy_names())}")
-        return _strategies[config].config_class(**overrides)
+        return strategy_named(config).config_class(**overrides)
     for item in _strategies.values():
         foreign = type(config)
         if foreign.__name__ == item.config_class.__name__ and foreign.__module__.startswith("diffusers."):

@@ -28,6 +28,6 @@ class FirstBlockCacheConfig(CacheConfig):
 
 
 @strategy("first_block", FirstBlockCacheConfig)
-def first_block(config: FirstBlockCacheConfig, denoiser: nn.Module) -> Rule:
+def first_block(config: FirstBlockCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Drift gate on the first block, last change of the other blocks."""
-    return Rule(StackSpec(probe=True), DriftGate(config.threshold), Reuse(), Guards(), config.storage)
+    return [Rule(StackSpec(probe=True), DriftGate(config.threshold), Reuse(), Guards(), config.storage)]

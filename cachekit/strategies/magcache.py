@@ -94,15 +94,15 @@ class _Listen:
 
 
 @strategy("magcache", MagCacheConfig)
-def magcache(config: MagCacheConfig, denoiser: nn.Module) -> Rule:
+def magcache(config: MagCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Magnitude gate, last change of the block stack; or the calibration run."""
     if config.calibrate:
-        return Rule(StackSpec(), _Listen(), Reuse(), Guards(warmup=0), observe=magnitude_ratio)
+        return [Rule(StackSpec(), _Listen(), Reuse(), Guards(warmup=0), observe=magnitude_ratio)]
     gate = MagnitudeGate(config.mag_ratios, config.threshold, config.num_inference_steps)
     guards = Guards(
         retention=config.retention_ratio, assumed=config.num_inference_steps, max_consecutive=config.max_skip_steps
     )
-    return Rule(StackSpec(), gate, Reuse(), guards, config.storage)
+    return [Rule(StackSpec(), gate, Reuse(), guards, config.storage)]
 
 
 def magnitude_ratio(previous: Entry, new: Entry, read: Callable[[torch.Tensor], float]) -> float:

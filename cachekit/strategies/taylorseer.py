@@ -80,13 +80,15 @@ def _from_diffusers(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers)
-def taylorseer(config: TaylorSeerCacheConfig, denoiser: nn.Module) -> Rule:
+def taylorseer(config: TaylorSeerCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Fixed interval after the warm-up, divided differences."""
     warmup = config.disable_cache_before_step
-    return Rule(
-        config.site(denoiser),
-        IntervalGate(config.cache_interval, anchor=max(warmup - 1, 0)),
-        Taylor(config.max_order),
-        Guards(warmup=warmup, stop=config.disable_cache_after_step),
-        Storage(config.taylor_factors_dtype or config.cache_dtype, config.storage.device),
-    )
+    return [
+        Rule(
+            config.site(denoiser),
+            IntervalGate(config.cache_interval, anchor=max(warmup - 1, 0)),
+            Taylor(config.max_order),
+            Guards(warmup=warmup, stop=config.disable_cache_after_step),
+            Storage(config.taylor_factors_dtype or config.cache_dtype, config.storage.device),
+        )
+    ]

@@ -77,7 +77,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def layout_of(model: nn.Module, branch: str) -> Layout:
-    layout = _engines[model].site.layout(branch)  # type: ignore[attr-defined]
+    layout = _engines[model].members[0].parts[0].site.layout(branch)  # type: ignore[attr-defined]
     assert layout is not None, "no computed call has taught the layout"
     return layout
 
@@ -209,7 +209,7 @@ def aborted_runs_do_not_leak(subject: Subject, settings: Settings) -> None:
 
 
 def layout_or_none(model: nn.Module) -> Layout | None:
-    layout: Callable[[str], Layout | None] | None = getattr(_engines[model].site, "layout", None)
+    layout: Callable[[str], Layout | None] | None = getattr(_engines[model].members[0].parts[0].site, "layout", None)
     return None if layout is None else layout("cond")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cachekit.engine.clock import View
 from cachekit.engine.history import Entry, History, Storage
 from cachekit.engine.rules import Predictor
 from cachekit.engine.sites import PassContext
@@ -18,7 +19,9 @@ def test_writing_into_a_prediction(predictor: Predictor) -> None:
     history = History(2)
     kept = torch.arange(4.0)
     history.push(Entry(0, {"place": kept}))
-    context = PassContext(1, history, predictor, Storage(), _never, (), None, float)
+    context = PassContext(
+        View(0, 1, 9, "scheduler"), "cond", history, predictor, Storage(), _never, {}, (), None, float
+    )
     prediction = context.predict("place")
     assert prediction is not None
     assert torch.equal(prediction, kept)

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 import cachekit as ck
+from cachekit.engine.clock import View
 from cachekit.strategies.predictors import Reuse, Taylor
 
 from ..toys import ScriptedConfig, Stack, bare_loop, pattern
+
+
+def at(step: int) -> View:
+    return View(0, step, None, "timestep")
+
 
 SPACED = {1: (0, 3, 4, 9), 2: (0, 1, 4, 6, 11), 3: (0, 2, 3, 7, 8, 12), 4: (0, 1, 3, 4, 8, 9)}
 
@@ -24,28 +30,28 @@ def test_predictor(order: int, gaps: tuple[int, ...]) -> None:
     values = [sum(c * step**power for power, c in enumerate(coefficients)) for step in steps]
     for target in (21, 24, 30):
         expected = sum(c * target**power for power, c in enumerate(coefficients))
-        torch.testing.assert_close(Taylor(order).predict(steps, values, target), expected)
+        torch.testing.assert_close(Taylor(order).predict(steps, values, at(target)), expected)
 
 
 def test_one_more_degree_is_not_exact() -> None:
     values = [torch.tensor([float(step**3)]) for step in (6, 4, 1)]
-    assert not torch.isclose(Taylor(2).predict([6, 4, 1], values, 9), torch.tensor([729.0]), rtol=0.01)
+    assert not torch.isclose(Taylor(2).predict([6, 4, 1], values, at(9)), torch.tensor([729.0]), rtol=0.01)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_predictor_falls_back_to_the_order_that_it_has(order: int) -> None:
     value = torch.tensor([3.0])
-    assert torch.equal(Taylor(order).predict([4], [value], 9), value)
+    assert torch.equal(Taylor(order).predict([4], [value], at(9)), value)
     line = [torch.tensor([10.0]), torch.tensor([4.0])]
-    assert torch.equal(Taylor(order).predict([5, 2], line, 9), torch.tensor([18.0]))
+    assert torch.equal(Taylor(order).predict([5, 2], line, at(9)), torch.tensor([18.0]))
 
 
 def test_equal_results_are_kept_bit_by_bit() -> None:
     value = torch.randn(100, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         kept = value.to(dtype)
-        assert torch.equal(Taylor(3).predict([9, 7, 4, 3], [kept] * 4, 13), kept)
-        assert torch.equal(Reuse().predict([9], [kept], 13), kept)
+        assert torch.equal(Taylor(3).predict([9, 7, 4, 3], [kept] * 4, at(13)), kept)
+        assert torch.equal(Reuse().predict([9], [kept], at(13)), kept)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])

@@ -45,7 +45,7 @@ def test_statistics_are_plain_data() -> None:
         stats = ck.stats(pipe)
         data = json.loads(json.dumps(stats.to_dict()))
         text = str(stats)
-    decisions = data["denoisers"]["transformer"]["last"]["decisions"]
+    decisions = data["denoisers"]["transformer"][0]["last"]["decisions"]
     assert len(decisions) == 16 == stats.calls
     assert stats.calls == stats.computed + stats.reused == 2 + 14
     assert {item["branch"] for item in decisions} == {"cond", "uncond"}
