@@ -197,6 +197,8 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict) and list(value) == [""]:
+        value = value[""]
     if isinstance(value, (tuple, list)) and len(value) > 4:
         return f"<{len(value)} values>"
     return f"{value!r}" if not isinstance(value, dict) else f"<{', '.join(map(str, value))}>"
