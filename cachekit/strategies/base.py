@@ -111,6 +111,8 @@ class Strategy:
         lossless: True when the output equals the uncached one.
         translate: makes our config from diffusers' config object of the same name.
         check: refuses a target that a config was not made for, before anything is changed.
+        examples: makes configs that work without anything from the user, by what sets them apart ("" for the plain
+            one); None where the defaults do.
     """
 
     name: str
@@ -119,6 +121,11 @@ class Strategy:
     lossless: bool = False
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     check: Callable[[Any, Any], None] | None = None
+    examples: Callable[[], dict[str, CacheConfig]] | None = None
+
+    def example_configs(self) -> dict[str, CacheConfig]:
+        """What sets it apart -> a config that works without anything from the user."""
+        return self.examples() if self.examples is not None else {"": self.config_class()}
 
 
 _strategies: dict[str, Strategy] = {}
@@ -130,11 +137,12 @@ def strategy(
     lossless: bool = False,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     check: Callable[[Any, Any], None] | None = None,
+    examples: Callable[[], dict[str, CacheConfig]] | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register the decorated function `(config, denoiser) -> list[Rule]` as a strategy."""
 
     def register(build: Builder) -> Builder:
-        _strategies[name] = Strategy(name, config_class, build, lossless, translate, check)
+        _strategies[name] = Strategy(name, config_class, build, lossless, translate, check, examples)
         return build
 
     return register

@@ -184,7 +184,11 @@ def _made_for(config: ScheduleCacheConfig, target: Any) -> None:
         config.profile.require(target)
 
 
-@strategy("schedule", ScheduleCacheConfig, check=_made_for)
+def _examples() -> dict[str, CacheConfig]:
+    return {"": ScheduleCacheConfig((0,))}
+
+
+@strategy("schedule", ScheduleCacheConfig, check=_made_for, examples=_examples)
 def schedule(config: ScheduleCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Listed steps, calibrated combination or Taylor, the whole denoiser."""
     gate = ListedGate(
