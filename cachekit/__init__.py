@@ -11,6 +11,7 @@ from cachekit.strategies import (
     FirstBlockCacheConfig,
     MagCacheConfig,
     TaylorSeerCacheConfig,
+    TextKVCacheConfig,
 )
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "MagnitudeRatios",
     "Stats",
     "TaylorSeerCacheConfig",
+    "TextKVCacheConfig",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
     "UnsupportedModelError",

@@ -140,6 +140,13 @@ class ModulesSpec:
 
 
 @dataclass(frozen=True)
+class TextSpec:
+    """Site: projections of the text stream that do not depend on the step, found by tracing a call."""
+
+    place: ClassVar[str] = "the text projections"
+
+
+@dataclass(frozen=True)
 class Rule:
     """A strategy, or one of the rules that it consists of, taken apart.
 
@@ -148,7 +155,7 @@ class Rule:
     how calibration listens.
     """
 
-    site: StackSpec | ModulesSpec
+    site: StackSpec | ModulesSpec | TextSpec
     gate: Gate
     predictor: Predictor
     guards: Guards = field(default_factory=Guards)

@@ -13,6 +13,7 @@ from cachekit.strategies.combination import conflict
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
+from cachekit.strategies.text_kv import TextKVCacheConfig
 
 __all__ = [
     "FLUX_MAG_RATIOS",
@@ -21,6 +22,7 @@ __all__ = [
     "MagCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
+    "TextKVCacheConfig",
     "conflict",
     "find_strategy",
     "strategy",
