@@ -22,7 +22,7 @@ from cachekit.engine.modules_site import ModulesSite
 from cachekit.engine.rules import ModulesSpec, StackSpec, TextSpec
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
-from cachekit.engine.text_site import TextSite
+from cachekit.engine.text_site import TextSite, inside_attention
 from cachekit.errors import UnsupportedModelError
 
 
@@ -44,8 +44,7 @@ def _(spec: ModulesSpec, denoiser: nn.Module) -> Site:
 
 @attach.register
 def _(spec: TextSpec, denoiser: nn.Module) -> Site:
-    attention = find_attention(denoiser)
-    if not attention:
+    if not find_attention(denoiser):
         raise UnsupportedModelError(
             f"{type(denoiser).__name__} has no attention module that projects queries, so it has no keys and values of "
             f"the text to keep; use a cache that skips blocks"
@@ -56,7 +55,7 @@ def _(spec: TextSpec, denoiser: nn.Module) -> Site:
             f"{type(denoiser).__name__} takes nothing but latents and a timestep, so it has no text to keep anything "
             f"of; use a cache that skips blocks"
         )
-    refuse_compiled_parents(denoiser, (f"{path}." for path in attention))
+    refuse_compiled_parents(denoiser, inside_attention(denoiser))
     return TextSite(spec, denoiser)
 
 

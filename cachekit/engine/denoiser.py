@@ -256,6 +256,7 @@ class DenoiserEngine:
             signature=call.signature,
             read=item.read,
             others=partial(call.run.newest_of, part, call.branch),
+            forced=call.forced,
             conditioning=call.conditioning,
             comparer=call.run.book.comparer,
             altered=lambda: call.altered,
@@ -283,14 +284,10 @@ class DenoiserEngine:
         member, text = item.part.member, item.nothing_kept
         if member.strict:
             member.roll_back()
-            raise UnsupportedModelError(
-                f"{member.label}: {text}; disable_cache and register the block class, if it helps"
-            )
+            raise UnsupportedModelError(f"{member.label}: {text}")
         member.note(call.run.stats_of(member), text)
 
-    def _decide(
-        self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None
-    ) -> bool:
+    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None) -> bool:
         rule, state = item.part.rule, item.state
         item.reused, item.score = False, None
         if rule.observe is not None:

@@ -146,9 +146,9 @@ def compiled_parent(root: nn.Module, paths: Iterable[str]) -> str | None:
     """Path of a compiled module of `root` that has one of `paths` inside, so that hooks there never run; or None."""
     inner = tuple(paths)
     for path, module in root.named_modules():
-        wrapped = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        wrapped = isinstance(module._modules.get("_orig_mod"), nn.Module)
         if (wrapped or is_compiled(module)) and (not path or any(name.startswith(f"{path}.") for name in inner)):
-            return path
+            return str(path)
     return None
 
 

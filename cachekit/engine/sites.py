@@ -62,6 +62,7 @@ class PassContext:
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
         others: other branch -> what this site kept of its newest computed call.
+        forced: why everything computes in this call, if so.
         conditioning: the arguments without latents and timesteps, flattened.
         comparer: compares tensors of two calls and counts the values read back for it.
         altered: True while the model runs on other arguments than the call was given, such as half of the batch.
@@ -79,6 +80,7 @@ class PassContext:
     signature: Hashable
     read: Callable[[torch.Tensor], float]
     others: Callable[[], Mapping[str, Entry]] = dict
+    forced: str | None = None
     conditioning: Conditioning = field(default_factory=lambda: Conditioning({}))
     comparer: Comparer = field(default_factory=Comparer)
     altered: Callable[[], bool] = lambda: False
@@ -109,7 +111,7 @@ class SitePass:
     saving = Saving()
     nothing_kept = (
         "a computed call could not be kept: its block calls differ from the last ones, write into their input, or "
-        "no block stack carries the latents"
+        "no block stack carries the latents; registering the block class may help"
     )
 
     def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

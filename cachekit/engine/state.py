@@ -132,7 +132,7 @@ class PartCall:
     reason: str = ""
     score: float | None = None
     site_pass: SitePass | None = None
-    saving: Saving = Saving()
+    saving: Saving = field(default_factory=Saving)
     nothing_kept: str = ""
 
     def finish(self) -> Entry | None:

@@ -1,18 +1,15 @@
 """Site: the projections of the text stream, which are the same at every step where text is not mixed with the latents.
 
 Nothing is hooked before the first call. That call is traced: a module call whose result carries no label of the
-latents or the timestep is constant (:mod:`cachekit.engine.dataflow`). Kept are the largest constant modules that hold
-keys and values of attention, and those that such keys and values are made from. The second computed call compares
-their results bit by bit; from then on they are handed out for as long as the arguments they depend on hold the values
-they held.
+latents or the timestep is constant (:mod:`cachekit.engine.dataflow`). The second computed call compares results bit
+by bit; from then on they are handed out for as long as the arguments they depend on hold the values they held.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,76 +18,22 @@ from torch import nn
 
 from cachekit.engine import observers
 from cachekit.engine.binding import Key, items, rebuild, tensors_in
-from cachekit.engine.conditioning import Conditioning, TensorLeaf
-from cachekit.engine.dataflow import SOURCE, Dataflow, Frame, tensors_of
+from cachekit.engine.conditioning import TensorLeaf
 from cachekit.engine.discovery import find_attention, latent_names, timestep_names
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Hook, Inner, compiled_parent
 from cachekit.engine.rules import TextSpec
-from cachekit.engine.sites import PassContext, Saving, Site, SitePass
+from cachekit.engine.sites import PassContext, Site, SitePass
+from cachekit.engine.text_plan import KEPT, Kept, Moving, Plan, Unit
+from cachekit.engine.text_trace import TextTrace
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_KEPT = "kept"
-Moving = tuple[tuple[TensorLeaf, ...], ...]
+_MOST_PLANS = 32
 
 TRAINING = "the model is in training mode; call eval() on it"
-CHANGED = "the text is not what it was"
 COMPILED = "hooks inside it no longer run; call disable_cache, or enable the cache on a model that is not compiled"
+CHANGED = "the text is not what it was"
 UNPROVEN = "compares with what the first call kept"
-NOTHING = (
-    "nothing constant here: every key and value of attention depends on the latents or the timestep, as in joint "
-    "attention, so there is nothing to keep"
-)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A module whose result does not depend on the step.
-
-    Attributes:
-        path: its path in the denoiser.
-        arguments: names of the tensors among the denoiser's arguments that the result depends on.
-        form: the result with None for its tensors.
-        devices: output key -> device of the tensor.
-        attends: True for what belongs to attention, False for what only leads there.
-        saving: what a reuse spares.
-    """
-
-    path: str
-    arguments: frozenset[str]
-    form: Any = field(repr=False)
-    devices: Mapping[Key, torch.device] = field(repr=False)
-    attends: bool
-    saving: Saving
-
-
-class Plan:
-    """What is constant in calls of one form; `confirmed` once two computed calls gave the same bits."""
-
-    def __init__(self, units: Iterable[Unit], denoiser: nn.Module) -> None:
-        self.units = {unit.path: unit for unit in units}
-        self.confirmed = False
-        inside = [denoiser.get_submodule(path) for path in self.units]
-        self._modules = [weakref.ref(part) for module in inside for part in module.modules()]
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """All arguments that anything depends on."""
-        return frozenset().union(*(unit.arguments for unit in self.units.values()))
-
-    def trains(self) -> bool:
-        """True when one of the modules was set to training mode."""
-        modules = (reference() for reference in self._modules)
-        return any(module.training for module in modules if module is not None)
-
-
-@dataclass
-class Kept:
-    """What the results in an entry were made from: the plan, the arguments, and the latents and timesteps."""
-
-    plan: Plan
-    leaves: dict[str, TensorLeaf]
-    moving: Moving
 
 
 class TextSite(Site):
@@ -103,59 +46,75 @@ class TextSite(Site):
         self._denoiser = weakref.ref(denoiser)
         self._latents, self._times = latent_names(denoiser), timestep_names(denoiser)
         self._plans: dict[Hashable, Plan] = {}
+        self._generation = 0
         self._hooked: dict[str, Hook] = {}
         self._foreign: frozenset[int] = frozenset()
-        self._tracing = 0
+        self._tracing, self._removed = 0, False
+        self._blocked: str | None = None
         self._lock = threading.RLock()
         self._seen = observers.registrations()
-        self._tree: tuple[int, ...] = ()
-        self._blocked: str | None = None
-        self._processors: list[tuple[weakref.ref[nn.Module], Any]] = []
-        self._look()
+        self._tree: list[weakref.ref[nn.Module]] = []
+        self._processors: list[tuple[weakref.ref[nn.Module], Callable[[], Any]]] = []
+        self._look(denoiser)
 
     def describe(self) -> str:
-        if not self._plans:
+        plans = list(self._plans.values())
+        if not plans:
             return "text projections, to be found in the first call"
-        found = max(self._plans.values(), key=lambda plan: len(plan.units))
-        count = sum(unit.saving.projections for unit in found.units.values())
+        count = max(plan.projections for plan in plans)
         return f"{count} text projections" if count else "no text projection: nothing constant here"
 
     def remove(self) -> None:
-        super().remove()
         with self._lock:
-            self._plans, self._hooked = {}, {}
+            self._removed = True
+            self._start_over()
+            super().remove()
 
-    def meet(self, others: Iterable[Site]) -> None:
+    def meet(self, others: Sequence[Site]) -> None:
         modules = (hook.module for site in others for hook in site.hooks)
         with self._lock:
-            self._foreign = frozenset(id(module) for module in modules)
+            self._foreign = frozenset(id(module) for module in modules if module is not None)
             self._start_over()
 
     def compiled(self, module: nn.Module) -> None:
         denoiser = self._denoiser()
-        parent = None if denoiser is None else compiled_parent(denoiser, (f"{at}." for at in find_attention(denoiser)))
+        parent = None if denoiser is None else compiled_parent(denoiser, inside_attention(denoiser))
         self._blocked = None if parent is None else f"{parent or 'the model'} was compiled, so {COMPILED}"
 
     def begin(self, branch: str, context: PassContext) -> SitePass:
         denoiser = self._denoiser()
         assert denoiser is not None
-        with self._lock:
-            if observers.registrations() != self._seen or self._processors_changed():
-                self._look()
-            key = self._form(context)
-            plan = self._plans.get(key)
         if self._blocked is not None:
             return IdlePass(context, self._blocked, keeps=False)
+        with self._lock:
+            if observers.registrations() != self._seen or self._processors_changed():
+                self._look(denoiser)
+            form = self._form(context)
+            plan = self._plans.get(form)
+            if plan is not None and plan.recast():
+                plan = None
         if denoiser.training or (plan is not None and plan.trains()):
             return IdlePass(context, TRAINING)
-        if torch.is_grad_enabled():
-            return IdlePass(context, None)
-        if plan is not None and not plan.units:
-            return IdlePass(context, NOTHING, keeps=False)
-        moving = () if plan is not None and plan.confirmed else self._moving(context.arguments)
         if plan is None:
-            return TracePass(self, denoiser, key, moving, context)
-        return TextPass(plan, moving, context)
+            return self._trace(denoiser, form, context)
+        if not plan.units:
+            return IdlePass(context, plan.nothing, keeps=False)
+        return TextPass(plan, () if plan.confirmed else self._moving(context.arguments), context)
+
+    def _trace(self, denoiser: nn.Module, form: Hashable, context: PassContext) -> SitePass:
+        if context.forced is not None:
+            # Arguments that take another form in every call would be traced in every call.
+            return IdlePass(context, context.forced)
+        return TextTrace(
+            denoiser,
+            [context.arguments.get(name) for name in (*self._latents, *self._times)],
+            self._moving(context.arguments),
+            self._foreign,
+            partial(self._start_trace, denoiser),
+            self._end_trace,
+            partial(self._learn, form, self._generation),
+            context,
+        )
 
     def _moving(self, arguments: Mapping[str, Any]) -> Moving:
         return tuple(
@@ -163,42 +122,36 @@ class TextSite(Site):
             for names in (self._latents, self._times)
         )
 
-    def sources(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """The latents and the timesteps among the arguments of a call."""
-        return [arguments.get(name) for name in (*self._latents, *self._times)]
-
-    def is_foreign(self, module: nn.Module) -> bool:
-        """True when another site watches this module, so that its calls have to happen."""
-        return id(module) in self._foreign
-
-    def learn(self, key: Hashable, plan: Plan) -> None:
-        """Set what is constant in calls of one form."""
-        with self._lock:
-            self._plans[key] = plan
-            self._hook(plan.units)
-
-    def start_trace(self, denoiser: nn.Module) -> None:
-        """Hook every module for the time of a call."""
+    def _start_trace(self, denoiser: nn.Module) -> None:
         with self._lock:
             self._tracing += 1
             self._hook(path for path, _ in denoiser.named_modules() if path)
 
-    def end_trace(self) -> None:
-        """Take the hooks off that no plan needs."""
+    def _end_trace(self) -> None:
         with self._lock:
             self._tracing -= 1
             self._prune()
 
+    def _learn(self, form: Hashable, generation: int, plan: Plan) -> None:
+        with self._lock:
+            if generation == self._generation:
+                while len(self._plans) >= _MOST_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[form] = plan
+                self._hook(plan.units)
+
     def _hook(self, paths: Iterable[str]) -> None:
         denoiser = self._denoiser()
-        assert denoiser is not None
+        if self._removed or denoiser is None:
+            return
         for path in paths:
             if path not in self._hooked:
                 self.attach(denoiser.get_submodule(path), path)
                 self._hooked[path] = self.hooks[-1]
 
     def _prune(self) -> None:
-        if self._tracing:
+        """Take the hooks off that neither a plan nor a trace under way needs."""
+        if self._tracing and not self._removed:
             return
         used = {path for plan in self._plans.values() for path in plan.units}
         for path in [path for path in self._hooked if path not in used]:
@@ -206,22 +159,23 @@ class TextSite(Site):
         self.hooks = list(self._hooked.values())
 
     def _start_over(self) -> None:
-        """Forget what is known and hook nothing that a trace under way does not need."""
+        """Forget what is known, also what a trace under way will find."""
+        self._generation += 1
         self._plans = {}
         self._prune()
 
-    def _look(self) -> None:
-        """Take notice of the modules and attention processors; what was known of others is forgotten."""
+    def _look(self, denoiser: nn.Module) -> None:
+        """Take notice of modules and attention processors; what was known when there were others is forgotten."""
         self._seen = observers.registrations()
-        denoiser = self._denoiser()
-        modules = [] if denoiser is None else list(denoiser.modules())
-        tree = tuple(id(module) for module in modules)
-        if tree != self._tree or self._processors_changed():
+        modules = list(denoiser.modules())
+        same = len(modules) == len(self._tree) and all(
+            reference() is module for reference, module in zip(self._tree, modules, strict=True)
+        )
+        if not same or self._processors_changed():
             for path in list(self._hooked):
                 self._hooked.pop(path).remove()
-            self.hooks = []
             self._start_over()
-        self._tree = tree
+        self._tree = [weakref.ref(module) for module in modules]
         self._processors = [
             (weakref.ref(module), _reference(module.processor)) for module in modules if hasattr(module, "processor")
         ]
@@ -233,7 +187,7 @@ class TextSite(Site):
         )
 
     def _form(self, context: PassContext) -> Hashable:
-        """Calls that agree in this take the same way through the model."""
+        """Calls that agree in this take the same way through the model, with the same arithmetic."""
         leaves = tuple(
             (name, leaf.signature if isinstance(leaf, TensorLeaf) else _plain(leaf))
             for name, leaf in sorted(context.conditioning.leaves.items())
@@ -246,9 +200,9 @@ class TextSite(Site):
 class IdlePass(SitePass):
     """A call in which nothing may be kept; with `keeps` False there is nothing to keep, for the reason given."""
 
-    def __init__(self, context: PassContext, objection: str | None, keeps: bool = True) -> None:
+    def __init__(self, context: PassContext, objection: str, keeps: bool = True) -> None:
         self._entry = Entry(context.now.step) if keeps else None
-        self.nothing_kept = objection or ""
+        self.nothing_kept = objection
         context.history.clear()
         context.decide(None, objection)
 
@@ -259,156 +213,37 @@ class IdlePass(SitePass):
         return self._entry
 
 
-@dataclass
-class _Found:
-    """A constant module call of a trace and its result."""
-
-    path: str
-    labels: int
-    output: Any
-    attends: bool
-    saving: Saving
-
-
-class TracePass(SitePass):
-    """The first call of its form: finds what is constant and keeps it."""
-
-    nothing_kept = NOTHING
-
-    def __init__(
-        self,
-        site: TextSite,
-        denoiser: nn.Module,
-        key: Hashable,
-        moving: Moving,
-        context: PassContext,
-    ) -> None:
-        self._site, self._denoiser, self._key, self._moving, self._context = site, denoiser, key, moving, context
-        self._attention = frozenset(find_attention(denoiser))
-        self._flow: Dataflow | None = None
-        self._found: list[_Found] = []
-        self._calls: dict[str, int] = {}
-        self._foreign = self._projections = 0
-        context.history.clear()
-        context.decide(None)
-
-    def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._site.start_trace(self._denoiser)
-        try:
-            sources = self._site.sources(self._context.arguments)
-            leaves = self._context.conditioning.leaves.items()
-            self._flow = Dataflow(
-                tensors_in(sources),
-                {name: leaf.tensor for name, leaf in leaves if isinstance(leaf, TensorLeaf)},
-                tensors_of(self._denoiser),
-            )
-            if any(isinstance(value, (int, float)) for value in sources):
-                self._flow.reads_source()
-            with self._flow:
-                return inner(*args, **kwargs)
-        finally:
-            self._site.end_trace()
-
-    def run(self, slot: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flow = self._flow
-        assert flow is not None
-        module = self._denoiser.get_submodule(slot)
-        self._calls[slot] = self._calls.get(slot, 0) + 1
-        known, foreign, projections = len(self._found), self._foreign, self._projections
-        self._foreign += self._site.is_foreign(module)
-        frame = flow.enter((args, kwargs))
-        try:
-            output = inner(*args, **kwargs)
-        finally:
-            flow.leave(frame)
-        if module._parameters or slot in self._attention:
-            # What kernels that torch does not dispatch write is unknown: it may hold whatever was passed in.
-            flow.add(output, frame.labels)
-        if not frame.flops and hasattr(module, "in_features"):
-            frame.flops = sum(2 * tensor.numel() * int(module.in_features) for tensor in tensors_in(output))
-        if frame.flops and not module._modules:
-            self._projections += 1
-        saving = Saving(self._projections - projections, frame.flops)
-        if self._foreign == foreign and saving.projections and self._is_constant(frame, output):
-            if not any(part.training for part in module.modules()):
-                del self._found[known:]
-                attends = self._attends(slot)
-                self._found.append(_Found(slot, flow.labels(output), _copy(output), attends, saving))
-        return output
-
-    def finish(self) -> Entry | None:
-        entry, context, flow = Entry(self._context.now.step), self._context, self._flow
-        if not context.undisturbed() or flow is None:
-            return entry
-        once = [found for found in self._found if self._calls[found.path] == 1]
-        text = 0
-        for found in once:
-            text |= found.labels if found.attends else 0
-        chosen = [found for found in once if found.attends or (found.labels and not found.labels & ~text)]
-        if not any(found.attends for found in chosen):
-            chosen = []
-        steering = _read_by_python(context.conditioning)
-        plan = Plan((_unit(found, flow, steering) for found in chosen), self._denoiser)
-        self._site.learn(self._key, plan)
-        if not chosen:
-            return None
-        for found in chosen:
-            for key, part in items(found.output):
-                if part is not None:
-                    entry.values[found.path, key] = context.storage.keep(part)
-        entry.passive[_KEPT] = Kept(plan, _leaves(plan, context.conditioning), self._moving)
-        return entry
-
-    def _attends(self, path: str) -> bool:
-        """True for attention, what is in it, and what contains it."""
-        return any(f"{path}.".startswith(f"{name}.") or name.startswith(f"{path}.") for name in self._attention)
-
-    def _is_constant(self, frame: Frame, output: Any) -> bool:
-        """True when a result can stand for the call: no source reaches it, and the call did nothing else."""
-        flow = self._flow
-        assert flow is not None
-        if not frame.pure or not isinstance(output, (torch.Tensor, tuple, list)):
-            return False
-        parts = [part for _, part in items(output) if part is not None]
-        if not parts or not all(type(part) is torch.Tensor for part in parts):
-            return False
-        if len({part.untyped_storage()._cdata for part in parts}) < len(parts):
-            return False
-        return not flow.labels(parts) & SOURCE and all(flow.is_new(part, frame) and _is_dense(part) for part in parts)
-
-
 class TextPass(SitePass):
     """A call of a known form: hands out what is kept, or computes and keeps it, comparing where that is due."""
 
     def __init__(self, plan: Plan, moving: Moving, context: PassContext) -> None:
         self._plan, self._moving, self._context = plan, moving, context
         self._units = plan.units
-        self._leaves = _leaves(plan, context.conditioning)
+        self._leaves = plan.leaves(context.conditioning)
         self._calls: set[str] = set()
         self._flags: dict[str, torch.Tensor] = {}
+        self._entry = Entry(context.now.step)
         newest = context.history.newest
-        kept = None if newest is None else newest.passive.get(_KEPT)
-        self._before = newest if isinstance(kept, Kept) and kept.plan is plan else None
-        self._kept = kept if self._before is not None else None
+        kept = None if newest is None else newest.passive.get(KEPT)
+        self._kept = kept if isinstance(kept, Kept) and kept.plan is plan else None
+        self._before = None if newest is None or self._kept is None else dict(newest.values)
         self._usable = self._unchanged()
         objection = None
-        if newest is not None and not self._usable:
+        if not self._usable:
+            objection = CHANGED if self._before else None
             context.history.clear()
-            objection = CHANGED if newest.values else None
         elif not plan.confirmed:
-            objection = UNPROVEN if newest is not None else None
+            objection = UNPROVEN
         self._reuse = context.decide(None, objection)
-        if not self._reuse and objection != UNPROVEN:
-            self._before = None
-        self._entry = Entry(context.now.step)
+        self._compares = objection == UNPROVEN
 
     def passes_by(self, slot: str) -> bool:
         return slot not in self._units or slot in self._calls
 
     def run(self, slot: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls.add(slot)
-        unit = self._units.get(slot)
-        if unit is None or self._context.altered() or (self._reuse and slot not in self._usable):
+        unit = self._units[slot]
+        if self._context.altered() or (self._reuse and slot not in self._usable):
             return inner(*args, **kwargs)
         if self._reuse:
             self.saving += unit.saving
@@ -424,11 +259,11 @@ class TextPass(SitePass):
             return None
         self._confirm()
         if self._entry.values:
-            self._entry.passive[_KEPT] = Kept(self._plan, self._leaves, self._moving)
+            self._entry.passive[KEPT] = Kept(self._plan, self._leaves, () if self._plan.confirmed else self._moving)
         return self._entry
 
     def _unchanged(self) -> frozenset[str]:
-        """Paths of the modules whose kept results hold for the arguments of this call."""
+        """Paths of the modules whose kept results hold for the arguments of this call; the others are let go."""
         if self._before is None or self._kept is None:
             return frozenset()
         same = self._context.comparer.same
@@ -438,9 +273,9 @@ class TextPass(SitePass):
             for name in old.keys() | new.keys()
             if name not in old or name not in new or not same(old[name], new[name])
         }
-        held = {path for path, _ in self._before.values}  # type: ignore[misc]
+        held = {_path(place) for place in self._before}
         stale = {path for path in held if path not in self._units or self._units[path].arguments & changed}
-        self._context.history.drop([place for place in self._before.values if place[0] in stale])  # type: ignore[index]
+        self._context.history.drop([place for place in self._before if _path(place) in stale])
         return frozenset(held - stale)
 
     def _answer(self, unit: Unit) -> Any:
@@ -457,66 +292,45 @@ class TextPass(SitePass):
             return
         for key, part in parts.items():
             place = unit.path, key
-            old = None if self._before is None else self._before.values.get(place)
-            if old is None:
+            old = self._before.get(place) if self._before is not None and self._compares else None
+            if old is None or unit.path not in self._usable:
                 self._entry.values[place] = self._context.storage.keep(part.detach().clone())
-            else:
-                self._entry.values[place] = old
-                same = _same_bits(old.to(part.device), part.detach())
-                self._flags[unit.path] = self._flags[unit.path] & same if unit.path in self._flags else same
+                continue
+            self._entry.values[place] = old
+            same = _same_bits(old.to(part.device), part.detach())
+            self._flags[unit.path] = self._flags[unit.path] & same if unit.path in self._flags else same
 
     def _confirm(self) -> None:
-        """Read the comparisons with the first call back, at once where all are equal."""
-        if self._kept is None or self._before is None or not self._context.undisturbed() or not self._moved():
+        """Read the comparisons with the first call back, all at once where they are equal."""
+        if not self._compares or not self._flags or not self._context.undisturbed() or not self._moved():
             return
-        flags = [flag.to(self._context.sources[0].device) for flag in self._flags.values()]
-        if flags and self._context.read(torch.stack(flags).all()) != 1:
-            wrong = {path for path, flag in self._flags.items() if self._context.read(flag) != 1}
-            self._plan.units = {path: unit for path, unit in self._units.items() if path not in wrong}
+        flags = list(self._flags.values())
+        if not self._context.read(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+            wrong = frozenset(path for path, flag in self._flags.items() if not self._context.read(flag))
+            self._plan.drop(wrong)
             values = self._entry.values.items()
-            self._entry.values = {at: value for at, value in values if at[0] not in wrong}  # type: ignore[index]
+            self._entry.values = {place: value for place, value in values if _path(place) not in wrong}
         self._plan.confirmed = True
 
     def _moved(self) -> bool:
         """True when both the latents and the timestep differ from the first call's."""
         assert self._kept is not None
         same = self._context.comparer.same
-        pairs = zip(self._kept.moving, self._moving, strict=True)
         return all(
-            not new or any(not same(a, b) for a, b in zip(old, new, strict=False)) or len(old) != len(new)
-            for old, new in pairs
+            not new or len(old) != len(new) or not all(same(a, b) for a, b in zip(old, new, strict=True))
+            for old, new in zip(self._kept.moving, self._moving, strict=True)
         )
 
 
-def _leaves(plan: Plan, conditioning: Conditioning) -> dict[str, TensorLeaf]:
-    leaves = {name: conditioning.leaves.get(name) for name in plan.arguments}
-    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, TensorLeaf)}
+def inside_attention(denoiser: nn.Module) -> list[str]:
+    """Prefixes of the paths of all modules inside attention."""
+    return [f"{path}." for path in find_attention(denoiser)]
 
 
-def _read_by_python(conditioning: Conditioning) -> frozenset[str]:
-    """Masks, lengths and positions: models turn them into Python numbers in ways that leave no trace (`tolist`)."""
-    leaves = conditioning.leaves.items()
-    return frozenset(
-        name for name, leaf in leaves if isinstance(leaf, TensorLeaf) and not leaf.tensor.is_floating_point()
-    )
-
-
-def _unit(found: _Found, flow: Dataflow, steering: frozenset[str]) -> Unit:
-    tensors = {key: part for key, part in items(found.output) if part is not None}
-    form = None if None in tensors else type(found.output)(None for _ in found.output)
-    devices = {key: part.device for key, part in tensors.items()}
-    return Unit(found.path, flow.named(found.labels) | steering, form, devices, found.attends, found.saving)
-
-
-def _copy(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.detach().clone()
-    return type(output)(None if part is None else part.detach().clone() for part in output)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True when a copy has the same strides."""
-    return tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+def _path(place: Hashable) -> str:
+    """The module that a place of an entry belongs to."""
+    assert isinstance(place, tuple)
+    return str(place[0])
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -527,15 +341,13 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Hashable:
-    return value if isinstance(value, _PLAIN) else type(value)
+    form: Hashable = type(value)
+    return (form, value) if isinstance(value, _PLAIN) else form
 
 
 def _reference(value: Any) -> Callable[[], Any]:
+    """A weak reference where there can be one."""
     try:
         return weakref.ref(value)
     except TypeError:
-        return partial(_itself, value)
-
-
-def _itself(value: Any) -> Any:
-    return value
+        return lambda: value
