@@ -30,6 +30,7 @@ class Unit:
         arguments: names of the tensors among the denoiser's arguments that the result depends on.
         form: the result with None for its tensors.
         devices: output key -> device of the tensor.
+        attends: True for what is, holds or lies in attention; False for what only leads there.
         saving: what a reuse spares.
     """
 
@@ -37,6 +38,7 @@ class Unit:
     arguments: frozenset[str]
     form: Any = field(repr=False)
     devices: Mapping[Key, torch.device] = field(repr=False)
+    attends: bool
     saving: Saving
 
 
@@ -79,8 +81,9 @@ class Plan:
         return self._dtypes_now() != self._dtypes
 
     def drop(self, paths: frozenset[str]) -> None:
-        """These modules gave other bits in the second call."""
-        self.units = {path: unit for path, unit in self.units.items() if path not in paths}
+        """These modules gave other bits in the second call. Without keys and values the rest is not worth it."""
+        units = {path: unit for path, unit in self.units.items() if path not in paths}
+        self.units = units if any(unit.attends for unit in units.values()) else {}
 
     def leaves(self, conditioning: Conditioning) -> dict[str, TensorLeaf]:
         """The arguments of a call that matter."""

@@ -309,7 +309,7 @@ class TextPass(SitePass):
             wrong = frozenset(path for path, flag in self._flags.items() if not self._context.read(flag))
             self._plan.drop(wrong)
             values = self._entry.values.items()
-            self._entry.values = {place: value for place, value in values if _path(place) not in wrong}
+            self._entry.values = {place: value for place, value in values if _path(place) in self._plan.units}
         self._plan.confirmed = True
 
     def _moved(self) -> bool:
@@ -341,8 +341,7 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Hashable:
-    form: Hashable = type(value)
-    return (form, value) if isinstance(value, _PLAIN) else form
+    return (type(value), value) if isinstance(value, _PLAIN) else (type(value),)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

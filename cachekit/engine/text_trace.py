@@ -183,7 +183,7 @@ def _unit(found: _Found, flow: Dataflow, steering: frozenset[str]) -> Unit:
     tensors = {key: part for key, part in items(found.output) if part is not None}
     form = None if None in tensors else type(found.output)(None for _ in found.output)
     devices = {key: part.device for key, part in tensors.items()}
-    return Unit(found.path, flow.named(found.labels) | steering, form, devices, found.saving)
+    return Unit(found.path, flow.named(found.labels) | steering, form, devices, found.attends, found.saving)
 
 
 def _copy(output: Any) -> Any:
