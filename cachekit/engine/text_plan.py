@@ -43,17 +43,18 @@ class Unit:
 
 
 class Plan:
-    """What is constant in calls of one form; `confirmed` once two computed calls gave the same bits.
+    """What is constant in calls of one form.
 
     Attributes:
         units: path -> module whose result is kept.
+        confirmed: paths of those that gave the same bits in two computed calls.
         nothing: why there are no units.
     """
 
     def __init__(self, units: Iterable[Unit], denoiser: nn.Module, nothing: str) -> None:
         self.units = {unit.path: unit for unit in units}
         self.nothing = nothing
-        self.confirmed = False
+        self.confirmed: frozenset[str] = frozenset()
         inside = [part for path in self.units for part in denoiser.get_submodule(path).modules()]
         self._modules = [weakref.ref(module) for module in inside]
         self._weights = [
@@ -80,10 +81,16 @@ class Plan:
         """True when weights were given another dtype, which torch does in place and without a trace."""
         return self._dtypes_now() != self._dtypes
 
-    def drop(self, paths: frozenset[str]) -> None:
-        """These modules gave other bits in the second call. Without keys and values the rest is not worth it."""
-        units = {path: unit for path, unit in self.units.items() if path not in paths}
+    @property
+    def is_open(self) -> bool:
+        """True while some modules have not been called a second time."""
+        return not self.confirmed >= self.units.keys()
+
+    def settle(self, equal: frozenset[str], other: frozenset[str]) -> None:
+        """Modules that gave the same bits in a second call, and others. Without keys and values none is worth it."""
+        units = {path: unit for path, unit in self.units.items() if path not in other}
         self.units = units if any(unit.attends for unit in units.values()) else {}
+        self.confirmed |= equal
 
     def leaves(self, conditioning: Conditioning) -> dict[str, TensorLeaf]:
         """The arguments of a call that matter."""

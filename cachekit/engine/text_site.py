@@ -99,7 +99,7 @@ class TextSite(Site):
             return self._trace(denoiser, form, context)
         if not plan.units:
             return IdlePass(context, plan.nothing, keeps=False)
-        return TextPass(plan, () if plan.confirmed else self._moving(context.arguments), context)
+        return TextPass(plan, self._moving(context.arguments) if plan.is_open else (), context)
 
     def _trace(self, denoiser: nn.Module, form: Hashable, context: PassContext) -> SitePass:
         if context.forced is not None:
@@ -218,24 +218,21 @@ class TextPass(SitePass):
 
     def __init__(self, plan: Plan, moving: Moving, context: PassContext) -> None:
         self._plan, self._moving, self._context = plan, moving, context
-        self._units = plan.units
+        self._units, self._confirmed = plan.units, plan.confirmed
         self._leaves = plan.leaves(context.conditioning)
         self._calls: set[str] = set()
         self._flags: dict[str, torch.Tensor] = {}
-        self._entry = Entry(context.now.step)
         newest = context.history.newest
         kept = None if newest is None else newest.passive.get(KEPT)
         self._kept = kept if isinstance(kept, Kept) and kept.plan is plan else None
-        self._before = None if newest is None or self._kept is None else dict(newest.values)
+        self._before = {} if newest is None or self._kept is None else dict(newest.values)
         self._usable = self._unchanged()
-        objection = None
-        if not self._usable:
-            objection = CHANGED if self._before else None
-            context.history.clear()
-        elif not plan.confirmed:
-            objection = UNPROVEN
-        self._reuse = context.decide(None, objection)
-        self._compares = objection == UNPROVEN
+        self._reuse = context.decide(None, self._objection())
+        if not self._reuse and context.forced is not None:
+            self._usable = frozenset()
+        self._entry = Entry(
+            context.now.step, {at: kept for at, kept in self._before.items() if _path(at) in self._usable}
+        )
 
     def passes_by(self, slot: str) -> bool:
         return slot not in self._units or slot in self._calls
@@ -243,28 +240,41 @@ class TextPass(SitePass):
     def run(self, slot: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls.add(slot)
         unit = self._units[slot]
-        if self._context.altered() or (self._reuse and slot not in self._usable):
+        if self._context.altered():
             return inner(*args, **kwargs)
-        if self._reuse:
+        if self._reuse and slot in self._usable & self._confirmed:
             self.saving += unit.saving
             return self._answer(unit)
         output = inner(*args, **kwargs)
-        self._keep(unit, output)
+        if slot in self._usable:
+            self._compare(unit, output)
+        elif not self._reuse:
+            self._keep(unit, output)
         return output
 
     def finish(self) -> Entry | None:
+        wrong = self._settle()
+        moving = () if not self._plan.is_open else self._moving if self._kept is None else self._kept.moving
         if self._reuse:
             assert self._kept is not None
-            self._kept.leaves, self._kept.moving = self._leaves, ()
+            self._kept.leaves, self._kept.moving = self._leaves, moving
+            self._context.history.drop([place for place in self._before if _path(place) in wrong])
             return None
-        self._confirm()
+        values = self._entry.values.items()
+        self._entry.values = {place: value for place, value in values if _path(place) not in wrong}
         if self._entry.values:
-            self._entry.passive[KEPT] = Kept(self._plan, self._leaves, () if self._plan.confirmed else self._moving)
+            self._entry.passive[KEPT] = Kept(self._plan, self._leaves, moving if self._usable else self._moving)
         return self._entry
+
+    def _objection(self) -> str | None:
+        if self._usable:
+            return None if self._usable & self._confirmed else UNPROVEN
+        self._context.history.clear()
+        return CHANGED if self._before else None
 
     def _unchanged(self) -> frozenset[str]:
         """Paths of the modules whose kept results hold for the arguments of this call; the others are let go."""
-        if self._before is None or self._kept is None:
+        if self._kept is None:
             return frozenset()
         same = self._context.comparer.same
         old, new = self._kept.leaves, self._leaves
@@ -288,29 +298,30 @@ class TextPass(SitePass):
 
     def _keep(self, unit: Unit, output: Any) -> None:
         parts = {key: part for key, part in items(output) if isinstance(part, torch.Tensor)}
-        if parts.keys() != unit.devices.keys():
-            return
-        for key, part in parts.items():
-            place = unit.path, key
-            old = self._before.get(place) if self._before is not None and self._compares else None
-            if old is None or unit.path not in self._usable:
-                self._entry.values[place] = self._context.storage.keep(part.detach().clone())
-                continue
-            self._entry.values[place] = old
-            same = _same_bits(old.to(part.device), part.detach())
-            self._flags[unit.path] = self._flags[unit.path] & same if unit.path in self._flags else same
+        if parts.keys() == unit.devices.keys():
+            for key, part in parts.items():
+                self._entry.values[unit.path, key] = self._context.storage.keep(part.detach().clone())
 
-    def _confirm(self) -> None:
-        """Read the comparisons with the first call back, all at once where they are equal."""
-        if not self._compares or not self._flags or not self._context.undisturbed() or not self._moved():
+    def _compare(self, unit: Unit, output: Any) -> None:
+        """With what is kept of it, unless another rule has skipped something that may have led here."""
+        if unit.path in self._confirmed or not self._context.undisturbed():
             return
-        flags = list(self._flags.values())
-        if not self._context.read(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
-            wrong = frozenset(path for path, flag in self._flags.items() if not self._context.read(flag))
-            self._plan.drop(wrong)
-            values = self._entry.values.items()
-            self._entry.values = {place: value for place, value in values if _path(place) in self._plan.units}
-        self._plan.confirmed = True
+        parts = {key: part for key, part in items(output) if isinstance(part, torch.Tensor)}
+        pairs = [(self._before[unit.path, key], part) for key, part in parts.items() if key in unit.devices]
+        flags = [_same_bits(kept.to(part.device), part.detach()) for kept, part in pairs]
+        if len(flags) == len(unit.devices) == len(parts):
+            self._flags[unit.path] = torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+
+    def _settle(self) -> frozenset[str]:
+        """Read the comparisons back, all at once where they are equal; returns the paths where they are not."""
+        if not self._flags or not self._moved():
+            return frozenset()
+        read, flags = self._context.read, list(self._flags.values())
+        wrong: frozenset[str] = frozenset()
+        if not read(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+            wrong = frozenset(path for path, flag in self._flags.items() if not read(flag))
+        self._plan.settle(frozenset(self._flags) - wrong, wrong)
+        return wrong
 
     def _moved(self) -> bool:
         """True when both the latents and the timestep differ from the first call's."""

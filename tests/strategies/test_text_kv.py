@@ -243,10 +243,10 @@ def test_changed_weights_are_noticed(change: Callable[[CrossStack], Any]) -> Non
 
         x, prompt, outputs = noise(), text(), []
         with torch.no_grad():
-            for step in range(STEPS):
+            for step in range(9):
                 between(step)
                 dtype = model.caption.linear_1.weight.dtype
-                time = torch.tensor(float(STEPS - step))
+                time = torch.tensor(9.0 - step)
                 outputs.append(model((x + step / 8).to(dtype), time, prompt.to(dtype))[0])
         return outputs
 
@@ -475,7 +475,6 @@ def test_compiled_blocks_are_refused_before_and_said_after() -> None:
 
 NAMED = [
     "wan-t2v",
-    "wan-i2v",
     "ltx-video",
     "pixart-alpha",
     "sana",
