@@ -19,6 +19,7 @@ from cachekit.strategies import (
     MagCacheConfig,
     ScheduleCacheConfig,
     TaylorSeerCacheConfig,
+    TextKVCacheConfig,
 )
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "ScheduleCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
+    "TextKVCacheConfig",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
     "UnsupportedModelError",

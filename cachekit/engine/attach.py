@@ -8,12 +8,22 @@ from typing import Any
 
 from torch import nn
 
+from cachekit.engine.binding import parameter_names
 from cachekit.engine.denoiser_site import DenoiserSite
-from cachekit.engine.discovery import find_block_lists, find_unet, latent_names, unwrap
+from cachekit.engine.discovery import (
+    find_attention,
+    find_block_lists,
+    find_unet,
+    latent_names,
+    timestep_names,
+    unwrap,
+)
+from cachekit.engine.hooks import compiled_parent, is_compiled
 from cachekit.engine.modules_site import ModulesSite
-from cachekit.engine.rules import DenoiserSpec, ModulesSpec, StackSpec
+from cachekit.engine.rules import DenoiserSpec, ModulesSpec, StackSpec, TextSpec
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
+from cachekit.engine.text_site import TextSite, inside_attention
 from cachekit.errors import UnsupportedModelError
 
 
@@ -40,6 +50,23 @@ def _(spec: ModulesSpec, denoiser: nn.Module) -> Site:
 
 
 @attach.register
+def _(spec: TextSpec, denoiser: nn.Module) -> Site:
+    if not find_attention(denoiser):
+        raise UnsupportedModelError(
+            f"{type(denoiser).__name__} has no attention module that projects queries, so it has no keys and values of "
+            f"the text to keep; use a cache that skips blocks"
+        )
+    own = {*latent_names(denoiser), *timestep_names(denoiser), "return_dict"}
+    if not set(parameter_names(type(denoiser))) - own:
+        raise UnsupportedModelError(
+            f"{type(denoiser).__name__} takes nothing but latents and a timestep, so it has no text to keep anything "
+            f"of; use a cache that skips blocks"
+        )
+    refuse_compiled_parents(denoiser, inside_attention(denoiser))
+    return TextSite(spec, denoiser)
+
+
+@attach.register
 def _(spec: StackSpec, denoiser: nn.Module) -> Site:
     refuse_whole_compile(denoiser)
     if not latent_names(denoiser):
@@ -61,7 +88,7 @@ def _(spec: StackSpec, denoiser: nn.Module) -> Site:
 def refuse_whole_compile(denoiser: nn.Module) -> None:
     """A denoiser that is compiled as a whole runs no hooks inside."""
     core = unwrap(denoiser)
-    if core is not denoiser or core._compiled_call_impl is not None:
+    if core is not denoiser or is_compiled(core):
         raise UnsupportedModelError(
             f"{type(core).__name__} is compiled as a whole, so its blocks can no longer be skipped; "
             f"compile its blocks instead: model.compile_repeated_blocks()"
@@ -70,12 +97,9 @@ def refuse_whole_compile(denoiser: nn.Module) -> None:
 
 def refuse_compiled_parents(denoiser: nn.Module, paths: Iterable[str]) -> None:
     """Hooks on modules inside a compiled module never run."""
-    inner = tuple(paths)
-    for path, parent in denoiser.named_modules():
-        if parent._compiled_call_impl is None:
-            continue
-        if not path or any(name.startswith(f"{path}.") for name in inner):
-            raise UnsupportedModelError(
-                f"{path or type(denoiser).__name__} is compiled, so hooks on modules inside it never run; predict "
-                f"the block stack instead (use_lite_mode=True), or enable the cache without compiling"
-            )
+    parent = compiled_parent(denoiser, paths)
+    if parent is not None:
+        raise UnsupportedModelError(
+            f"{parent or type(denoiser).__name__} is compiled, so hooks on modules inside it never run; use a cache on "
+            f"the block stack instead (TaylorSeer: use_lite_mode=True), or enable this one without compiling"
+        )

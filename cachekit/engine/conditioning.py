@@ -116,6 +116,12 @@ class Comparer:
                 difference.changed.add(name)
         return difference
 
+    def same(self, before: TensorLeaf, after: TensorLeaf) -> bool:
+        """True when two tensors are known to hold equal values in the same form."""
+        if before.signature != after.signature:
+            return False
+        return before.same_object(after) or self._same_values(before, after)
+
     def strengths(self, conditioning: Conditioning, names: set[str]) -> dict[str, float]:
         """Norms of some tensors, read back together."""
         leaves = {name: conditioning.leaves[name] for name in sorted(names) if name in conditioning.leaves}

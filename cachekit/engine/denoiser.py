@@ -106,6 +106,8 @@ class DenoiserEngine:
         parts = [part for member in self.members for part in member.parts]
         self._parts = tuple(sorted(parts, key=lambda part: part.site.rank))
         self._root.set_eager(self._hooks_inside)
+        for part in parts:
+            part.site.meet([other.site for other in parts if other is not part])
 
     def update(self, member: Member, rules: Sequence[Rule], label: str) -> None:
         """Use other rules on the same sites from the next call on; what is held is let go."""
@@ -124,6 +126,8 @@ class DenoiserEngine:
         """`module.compile()` was called somewhere in the process; take the place in front of it again."""
         for hook in (self._root, *self._site_hooks()):
             hook.ensure()
+        for part in self._parts:
+            part.site.compiled(module)
         if module is self.module:
             self.say_if_compiled(WHOLE_COMPILE)
 
@@ -225,7 +229,14 @@ class DenoiserEngine:
     ) -> tuple[Any, list[tuple[PartCall, Any]]]:
         """The forward pass with a pass of every site around it, and what each of them computed."""
         call.parts = {}
-        forward = inner
+        call.altered = False
+        own = [id(value) for value in (*args, *kwargs.values())]
+
+        def model(*given: Any, **named: Any) -> Any:
+            call.altered |= [id(value) for value in (*given, *named.values())] != own
+            return inner(*given, **named)
+
+        forward: Inner = model
         try:
             for part in self._parts:
                 item = self._begin(call, part)
@@ -235,7 +246,7 @@ class DenoiserEngine:
                     break
             self._local.call = call
             output = forward(*args, **kwargs)
-            return output, [(item, item.site_pass.finish()) for item in call.parts.values() if item.site_pass]
+            return output, [(item, item.finish()) for item in call.parts.values()]
         finally:
             self._local.call = None
             for item in call.parts.values():
@@ -255,6 +266,11 @@ class DenoiserEngine:
             signature=call.signature,
             read=item.read,
             others=partial(call.run.newest_of, part, call.branch),
+            forced=call.forced,
+            conditioning=call.conditioning,
+            comparer=call.run.book.comparer,
+            altered=lambda: call.altered,
+            undisturbed=partial(call.undisturbed_for, item),
         )
         item.site_pass = part.site.begin(call.branch, context)
         return item
@@ -267,33 +283,28 @@ class DenoiserEngine:
         state.consecutive = 0
         if entry is None:
             state.forget()
-            self._nothing_kept(call, item.part.member)
+            self._nothing_kept(call, item)
             return
         previous = state.history.newest
         if rule.observe is not None and previous is not None:
             item.score = rule.observe(previous, entry, item.read)
         state.history.push(entry)
 
-    def _nothing_kept(self, call: Call, member: Member) -> None:
-        text = (
-            "a computed call could not be kept: its block calls differ from the last ones, write into their input, or "
-            "no block stack carries the latents"
-        )
+    def _nothing_kept(self, call: Call, item: PartCall) -> None:
+        member, text = item.part.member, item.nothing_kept
         if member.strict:
             member.roll_back()
-            raise UnsupportedModelError(
-                f"{member.label}: {text}; disable_cache and register the block class, if it helps"
-            )
+            raise UnsupportedModelError(f"{member.label}: {text}")
         member.note(call.run.stats_of(member), text)
 
-    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
+    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None) -> bool:
         rule, state = item.part.rule, item.state
         item.reused, item.score = False, None
         if rule.observe is not None:
             item.reason = CALIBRATION_REASON
             return False
         context = GateContext(call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry)
-        objection = call.forced or rule.guards.objection(call.view, state.history, state.consecutive)
+        objection = call.forced or objection or rule.guards.objection(call.view, state.history, state.consecutive)
         if objection is None:
             verdict = rule.gate.decide(context)
             state.carry = verdict.carry
@@ -318,7 +329,7 @@ class DenoiserEngine:
         tensors = (tensor for name in self._tracker.latents for tensor in tensors_in(arguments.get(name)))
         sources = tuple(tensor for tensor in tensors if tensor.is_floating_point())
         signature = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in sources)
-        call = Call(run, view, match.branch.name, arguments, sources, signature)
+        call = Call(run, view, match.branch.name, arguments, sources, signature, match.branch.conditioning)
         call.forced = self._obstacle(call, match)
         return call
 
@@ -387,6 +398,8 @@ class DenoiserEngine:
                         read,
                         number,
                         item.part.rule.name,
+                        item.saving.projections,
+                        item.saving.flops,
                     )
                 )
                 reused = reused or item.reused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,13 @@ class History:
         while len(self._entries) >= max(self._depth, 1):
             self._entries.pop()
             self._bytes = None
+
+    def drop(self, places: Iterable[Hashable]) -> None:
+        """Let go of the results of some places."""
+        for place in places:
+            self._bytes = None
+            for entry in self._entries:
+                entry.values.pop(place, None)
 
     def clear(self) -> None:
         self._entries.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class Hook:
         self.eager = eager
         if self._point is not None:
             self._point.change(self._point.hooks)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The hooked module; None once the hook is removed or the module gone."""
+        return None if self._point is None else self._point.module
 
     @property
     def in_place(self) -> bool:
@@ -77,6 +82,15 @@ class _Point:
         if known is None or known._module() is not module:
             known = _points[id(module)] = cls(module)
         return known
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    @property
+    def replaces_compiled(self) -> bool:
+        """True when a compiled call stands behind the wrapper."""
+        return self._previous is not None
 
     def change(self, hooks: tuple[Hook, ...]) -> None:
         had, self.hooks = bool(self.hooks), hooks
@@ -124,6 +138,24 @@ class _Point:
             elif self.in_place:
                 del module.__dict__[_SLOT]
         self._wrapper = None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True when `module.compile()` was called, whether or not hooks were put in front of it."""
+    point = _points.get(id(module))
+    if point is not None and point.module is module and point.in_place:
+        return point.replaces_compiled
+    return module._compiled_call_impl is not None
+
+
+def compiled_parent(root: nn.Module, paths: Iterable[str]) -> str | None:
+    """Path of a compiled module of `root` that has one of `paths` inside, so that hooks there never run; or None."""
+    inner = tuple(paths)
+    for path, module in root.named_modules():
+        wrapped = isinstance(module._modules.get("_orig_mod"), nn.Module)
+        if (wrapped or is_compiled(module)) and (not path or any(name.startswith(f"{path}.") for name in inner)):
+            return str(path)
+    return None
 
 
 # Re-entrant: garbage collection may remove a hook while this thread holds the lock.

@@ -99,6 +99,8 @@ class Member:
             return
         decisions = stats.decisions
         asked = [d for d in decisions if d.score is not None or d.reason == CAP_REASON]
+        if decisions and not stats.reused and decisions[-1].reason in stats.notes:
+            return
         if not stats.reused:
             few = f" With {stats.steps} steps there is little to reuse." if (stats.steps or 0) < FEW_STEPS else ""
             reasons = sorted({d.reason for d in decisions})

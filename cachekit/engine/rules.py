@@ -146,7 +146,13 @@ class DenoiserSpec:
     place: ClassVar[str] = "the whole denoiser"
 
 
-Spec = StackSpec | ModulesSpec | DenoiserSpec
+class TextSpec:
+    """Site: projections of the text stream that do not depend on the step, found by tracing a call."""
+
+    place: ClassVar[str] = "the text projections"
+
+
+Spec = StackSpec | ModulesSpec | DenoiserSpec | TextSpec
 
 
 @dataclass(frozen=True)

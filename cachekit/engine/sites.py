@@ -7,15 +7,16 @@ of that call: it records what is computed, or answers in their place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from cachekit.engine.binding import Key, is_floating, items, rebuild
 from cachekit.engine.clock import View
+from cachekit.engine.conditioning import Comparer, Conditioning
 from cachekit.engine.history import Entry, History, Storage
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.rules import Predictor
@@ -23,6 +24,26 @@ from cachekit.engine.rules import Predictor
 
 class StructureChangedError(Exception):
     """A reuse met other calls or shapes than the last computed call had; this call has to be computed after all."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Work that was skipped: calls of projections, and their floating-point operations."""
+
+    projections: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Saving) -> Saving:
+        return Saving(self.projections + other.projections, self.flops + other.flops)
+
+
+class Decide(Protocol):
+    """Asks guards and gate, once a pass. True means reuse.
+
+    Takes the probe's residual where there is one, and why the site itself cannot reuse, if so.
+    """
+
+    def __call__(self, signal: torch.Tensor | None, objection: str | None = None) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -35,12 +56,17 @@ class PassContext:
         history: results of this site and branch.
         predictor: what answers for skipped work.
         storage: how results are kept.
-        decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
+        decide: asks guards and gate, once a pass.
         arguments: arguments of the denoiser call by name.
         sources: the latents of this call, for tracing.
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
         others: other branch -> what this site kept of its newest computed call.
+        forced: why everything computes in this call, if so.
+        conditioning: the arguments without latents and timesteps, flattened.
+        comparer: compares tensors of two calls and counts the values read back for it.
+        altered: True while the model runs on other arguments than the call was given, such as half of the batch.
+        undisturbed: True when the model was given the call's arguments and no other rule has skipped anything in it.
     """
 
     now: View
@@ -48,12 +74,17 @@ class PassContext:
     history: History
     predictor: Predictor
     storage: Storage
-    decide: Callable[[torch.Tensor | None], bool]
+    decide: Decide
     arguments: Mapping[str, Any]
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
     read: Callable[[torch.Tensor], float]
     others: Callable[[], Mapping[str, Entry]] = dict
+    forced: str | None = None
+    conditioning: Conditioning = field(default_factory=lambda: Conditioning({}))
+    comparer: Comparer = field(default_factory=Comparer)
+    altered: Callable[[], bool] = lambda: False
+    undisturbed: Callable[[], bool] = lambda: True
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
@@ -70,10 +101,18 @@ class PassContext:
 class SitePass:
     """One denoiser call as a site sees it.
 
-    `replaces_model` is True when :meth:`around` answers without running anything that another site could watch.
+    Attributes:
+        replaces_model: True when :meth:`around` answers without running anything that another site could watch.
+        saving: what was skipped, where a site counts it.
+        nothing_kept: what to say when :meth:`finish` has no entry for a computed call.
     """
 
     replaces_model = False
+    saving = Saving()
+    nothing_kept = (
+        "a computed call could not be kept: its block calls differ from the last ones, write into their input, or "
+        "no block stack carries the latents; registering the block class may help"
+    )
 
     def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass of the denoiser, or an answer in its place."""
@@ -113,6 +152,12 @@ class Site:
     def describe(self) -> str:
         """What is hooked, in a few words."""
         raise NotImplementedError
+
+    def meet(self, others: Sequence[Site]) -> None:
+        """Told which other sites there are on the denoiser, whenever that changes."""
+
+    def compiled(self, module: nn.Module) -> None:
+        """Told that `module.compile()` was called, on any module of the process."""
 
     def forget(self, branch: str) -> None:
         """Learn the structure of a branch anew in its next computed call."""

@@ -11,9 +11,10 @@ import torch
 from cachekit.engine.binding import tensors_in
 from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
+from cachekit.engine.conditioning import Conditioning
 from cachekit.engine.history import Entry, History
 from cachekit.engine.member import Member, Part
-from cachekit.engine.sites import SitePass
+from cachekit.engine.sites import Saving, SitePass
 from cachekit.engine.stats import RunStats
 from cachekit.engine.weights import WeightWatch
 
@@ -131,6 +132,15 @@ class PartCall:
     reason: str = ""
     score: float | None = None
     site_pass: SitePass | None = None
+    saving: Saving = field(default_factory=Saving)
+    nothing_kept: str = ""
+
+    def finish(self) -> Entry | None:
+        """End the pass; what it found is kept, it itself is not."""
+        assert self.site_pass is not None
+        entry = self.site_pass.finish()
+        self.saving, self.nothing_kept = self.site_pass.saving, self.site_pass.nothing_kept
+        return entry
 
     def read(self, tensor: torch.Tensor) -> float:
         """One number from the device."""
@@ -148,9 +158,15 @@ class Call:
     arguments: dict[str, Any]
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
+    conditioning: Conditioning
     forced: str | None = None
+    altered: bool = False
     parts: dict[Part, PartCall] = field(default_factory=dict)
     own_seconds: float = 0.0
+
+    def undisturbed_for(self, item: PartCall) -> bool:
+        """True when the model ran on the call's arguments and no other rule skipped anything."""
+        return not self.altered and not any(other.reused for other in self.parts.values() if other is not item)
 
     def of(self, member: Member) -> Iterator[PartCall]:
         """What the rules of one strategy do in this call."""

@@ -20,6 +20,8 @@ class Decision:
         syncs: values read back from the device for this decision.
         call: counts the denoiser calls of the run from 0.
         part: which rule, where a strategy has several.
+        projections: projections that were not computed, where a site counts them.
+        flops_saved: their floating-point operations.
     """
 
     step: int
@@ -30,6 +32,8 @@ class Decision:
     syncs: int = 0
     call: int = 0
     part: str = ""
+    projections: int = 0
+    flops_saved: int = 0
 
 
 @dataclass
@@ -71,6 +75,16 @@ class RunStats:
     @property
     def host_syncs(self) -> int:
         return sum(decision.syncs for decision in self.decisions)
+
+    @property
+    def flops_saved(self) -> int:
+        """Floating-point operations that were skipped, where a site counts them."""
+        return sum(decision.flops_saved for decision in self.decisions)
+
+    @property
+    def projections_reused(self) -> int:
+        """Calls of projections that were skipped, where a site counts them."""
+        return sum(decision.projections for decision in self.decisions)
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -216,6 +230,8 @@ def _describe(item: DenoiserStats) -> str:
         f"{format_bytes(item.bytes_held)} held (peak {format_bytes(run.peak_bytes)}), {run.host_syncs} host syncs, "
         f"own time {run.overhead_seconds * 1e3:.1f} ms"
     ]
+    if run.projections_reused:
+        lines.append(f"  {run.projections_reused} projections not computed, {run.flops_saved / 1e9:.3g} GFLOP saved")
     for branch in run.branches:
         for part in dict.fromkeys(decision.part for decision in run.of(branch)):
             strip = "".join("." if decision.reused else "#" for decision in run.of(branch) if decision.part == part)

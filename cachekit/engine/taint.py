@@ -62,12 +62,12 @@ class Taint(TorchDispatchMode):
         return out
 
     def _is_marked(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         reference = None if storage is None else self._marked.get(storage._cdata)
         return reference is not None and not reference.expired()
 
     def _mark(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None:
             self._marked[storage._cdata] = StorageWeakRef(storage)
 
@@ -82,7 +82,7 @@ class Where:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when `tensor` is laid out in the same memory, which has not been freed meanwhile."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return (
             storage is not None
             and storage._cdata == self.storage.cdata
@@ -93,11 +93,11 @@ class Where:
 
 def place_of(tensor: torch.Tensor) -> Where | None:
     """Where a tensor lies; None for tensor subclasses without memory of their own."""
-    storage = _storage(tensor)
+    storage = storage_of(tensor)
     return None if storage is None else Where(StorageWeakRef(storage), int(tensor.storage_offset()), tensor.stride())
 
 
-def _storage(tensor: torch.Tensor) -> Any | None:
+def storage_of(tensor: torch.Tensor) -> Any | None:
     """The storage, or None for tensor subclasses that have none of their own."""
     try:
         return tensor.untyped_storage()

@@ -14,6 +14,7 @@ from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
+from cachekit.strategies.text_kv import TextKVCacheConfig
 
 __all__ = [
     "FLUX_MAG_RATIOS",
@@ -23,6 +24,7 @@ __all__ = [
     "ScheduleCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
+    "TextKVCacheConfig",
     "conflict",
     "find_strategy",
     "strategy",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import cachekit as ck
 from cachekit.api import _engines
 from cachekit.engine.layout import Layout
+from cachekit.strategies import find_strategy
 
 from .cases import Case, run
 
@@ -24,11 +25,16 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """One strategy: a config that never skips, one that skips whenever it may, and one for frozen inputs."""
+    """One strategy: a config that never skips, and one that skips whenever it may; both the same where it is exact."""
 
     name: str
     never: ck.CacheConfig
     always: ck.CacheConfig
+
+    @property
+    def lossless(self) -> bool:
+        """True when a reuse changes no bit."""
+        return find_strategy(self.always).lossless
 
 
 STRATEGIES = {
@@ -46,6 +52,8 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
+        Settings("schedule", ck.ScheduleCacheConfig(range(STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
+        Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig()),
     )
 }
 
@@ -104,7 +112,7 @@ def nothing_to_skip(subject: Subject, settings: Settings) -> None:
     with cached(subject, settings.never) as handle:
         outputs = run(subject.case, subject.model, STEPS)
         stats = handle.stats()
-    assert stats.reused == 0
+    assert stats.reused == 0 or settings.lossless
     assert equal(outputs, subject.base), "computing everything changed the output"
     if settings.name == "first_block":
         scores = [decision.score for decision in stats.last.decisions if decision.score is not None]
@@ -120,16 +128,25 @@ def skips_and_repeats(subject: Subject, settings: Settings) -> tuple[int, int]:
     case, model = subject.case, subject.model
     with cached(subject, settings.always) as handle:
         first = run(case, model, STEPS)
-        if settings.name == "taylorseer-attention":
+        if layout_or_none(model) is None:
             second = run(case, model, STEPS)
             stats = handle.stats()
         else:
             second, stats = _counting_run(subject, handle)
     assert equal(first, second), "the first run leaked into the second"
-    assert stats.reused > 0, f"nothing was reused: {stats}"
-    assert not equal(first, subject.base), "reuse changed nothing: the inputs do not move or nothing was skipped"
+    assert stats.reused > 0 or (settings.lossless and _says_so(stats)), f"nothing was reused: {stats}"
+    if settings.lossless:
+        assert equal(first, subject.base), "an exact reuse changed the output"
+        assert stats.last.projections_reused > 0 or not stats.reused
+    else:
+        assert not equal(first, subject.base), "reuse changed nothing: the inputs do not move or nothing was skipped"
     assert all(torch.isfinite(output).all() for output in first)
     return stats.reused, stats.calls
+
+
+def _says_so(stats: ck.Stats) -> bool:
+    """True where the statistics say that the model has nothing of what an exact strategy looks for."""
+    return any("nothing constant here" in note for note in stats.last.notes)
 
 
 def _counting_run(subject: Subject, handle: ck.Handle) -> tuple[list[Tensor], ck.Stats]:
@@ -151,8 +168,10 @@ def frozen_inputs_are_exact(subject: Subject, settings: Settings) -> None:
     case, model = subject.case, subject.model
     kwargs = case.at(case.inputs(1), case.timesteps(STEPS)[4], 0.4)
     with torch.no_grad(), cached(subject, settings.always) as handle:
+        if settings.lossless:
+            run(case, model, 4)  # what is constant is not known before something has moved
         outputs = [case.output(model(**kwargs)) for _ in range(STEPS)]
-        assert handle.stats().reused > 0
+        assert handle.stats().reused > 0 or _says_so(handle.stats())
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-4, atol=1e-5 * float(outputs[0].abs().max()) + 1e-6)
 
