@@ -1,0 +1,153 @@
+"""What the attention modules of a denoiser look at: their own tokens, the same token in other frames, another stream.
+
+An attention crosses when its keys come from another stream than its queries. That shows in the widths of the two
+projections, in the flag that diffusers' classes carry, and in how the enclosing block calls it: the block's source is
+read for what it passes. Joint attention, which also looks at its own tokens, does not cross.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+
+from cachekit.engine.binding import parameter_names
+from cachekit.engine.discovery import QUERY_LIKE, find_attention, unwrap
+
+KINDS = ("spatial", "temporal", "cross")
+
+_CONTEXT = re.compile(r"(.*_)?(encoder_hidden_states|context|cond|embeds|latents|key_value_states|memory|key)")
+_KEY_LIKE = re.compile(r"(.*_)?(to_)?(k|kv|key|wk)(_proj|_linear)?")
+_FRAMES = re.compile(r"(.*_)?(temporal|temp|motion)(_.*)?")
+_FRAMES_ATTENTION = re.compile(r"(.*_)?(time|frames?)(_.*)?")
+_FRAMES_CLASS = re.compile(r"(?!.*Spatio).*(Temporal|Motion).*")
+
+
+def attention_kinds(denoiser: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Kind -> paths of the attention modules of that kind, for the kinds that a denoiser has.
+
+    Kinds: "spatial" attends to its own stream (joint attention over image and text included), "temporal" to its own
+    stream along the frames, "cross" to another stream. Attention outside of any list of blocks, such as the pooling of
+    a prompt, only counts where there is no other.
+    """
+    core = unwrap(denoiser)
+    found = find_attention(core)
+    repeated = [path for path in found if any(part.isdigit() for part in path.split("."))]
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for path in repeated or found:
+        kinds[_kind(core, path, found[path])].append(path)
+    return {kind: tuple(paths) for kind, paths in kinds.items() if paths}
+
+
+def _kind(denoiser: nn.Module, path: str, attention: nn.Module) -> str:
+    owners = _owners(denoiser, path)
+    parts = [part for part in path.split(".") if not part.isdigit()]
+    parent, child = owners[0], parts[-1]
+    if _crosses(parent, child, attention):
+        return "cross"
+    if any(_FRAMES.fullmatch(part) for part in parts) or _FRAMES_ATTENTION.fullmatch(child):
+        return "temporal"
+    return "temporal" if any(_FRAMES_CLASS.fullmatch(type(owner).__name__) for owner in owners[:2]) else "spatial"
+
+
+def _owners(denoiser: nn.Module, path: str) -> list[nn.Module]:
+    """The modules around one, innermost first, without the containers."""
+    owners, module = [denoiser], denoiser
+    for part in path.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            owners.append(module)
+    return owners[::-1]
+
+
+def _crosses(parent: nn.Module, child: str, attention: nn.Module) -> bool:
+    queries, keys = _projections(attention, QUERY_LIKE), _projections(attention, _KEY_LIKE)
+    flag = getattr(attention, "is_cross_attention", None)
+    if flag is False or len(queries) > 1 or any("qkv" in name for name in queries):
+        return False
+    if queries and keys and next(iter(queries.values())) != next(iter(keys.values())):
+        return True
+    fed = [_fed_by_another(parent, attention, call) for call in _calls(type(parent)).get(child, ())]
+    if fed:
+        return any(fed)
+    return bool(flag) or "cross" in child or bool(_required_context(type(attention)))
+
+
+def _projections(attention: nn.Module, pattern: re.Pattern[str]) -> dict[str, int]:
+    """Name -> input width of the projections (not the norms) whose name matches."""
+    if isinstance(attention, nn.MultiheadAttention):
+        return {"": attention.embed_dim if pattern is QUERY_LIKE else attention.kdim}
+    named = {name: module for name, module in attention._modules.items() if pattern.fullmatch(name)}
+    widths = {name: getattr(module, "in_features", getattr(module, "in_channels", 0)) for name, module in named.items()}
+    return {name: width for name, width in widths.items() if width}
+
+
+def _required_context(attention_class: type[nn.Module]) -> list[str]:
+    """Parameters for another stream that a call cannot leave out."""
+    parameters = inspect.signature(attention_class.forward).parameters
+    return [
+        name for name, item in parameters.items() if item.default is inspect.Parameter.empty and _CONTEXT.fullmatch(name)
+    ]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a child as it stands in the source of its parent; `taken_apart` when it returns several streams."""
+
+    node: ast.Call
+    taken_apart: bool
+
+
+def _fed_by_another(parent: nn.Module, attention: nn.Module, call: _Call) -> bool:
+    """Whether a call hands over another stream to look at and gets its own one back."""
+    names = parameter_names(type(attention))
+    arguments = {names[i] if i < len(names) else f"arg{i}": node for i, node in enumerate(call.node.args)}
+    arguments.update({item.arg: item.value for item in call.node.keywords if item.arg})
+    own = [ast.dump(node) for name, node in arguments.items() if not _CONTEXT.fullmatch(name)]
+    passed = [_chosen(parent, node) for name, node in arguments.items() if _CONTEXT.fullmatch(name)]
+    others = [node for node in passed if not _is_none(node) and ast.dump(node) not in own[:1]]
+    return bool(others) and not call.taken_apart
+
+
+def _chosen(parent: nn.Module, node: ast.expr) -> ast.expr:
+    """`a if self.flag else b` as it comes out for this module."""
+    if isinstance(node, ast.IfExp) and isinstance(node.test, ast.Attribute) and hasattr(parent, node.test.attr):
+        return node.body if getattr(parent, node.test.attr) else node.orelse
+    return node
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+@lru_cache(maxsize=1024)
+def _calls(owner: type[nn.Module]) -> dict[str, tuple[_Call, ...]]:
+    """Child name -> the calls of it in the source of a class; empty where there is no source to read."""
+    calls: dict[str, list[_Call]] = {}
+    for base in owner.__mro__[: owner.__mro__.index(nn.Module)]:
+        for node, taken_apart in _calls_in(base):
+            target = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                calls.setdefault(target.attr, []).append(_Call(node, taken_apart))
+    return {name: tuple(found) for name, found in calls.items()}
+
+
+def _calls_in(owner: type) -> Iterator[tuple[ast.Call, bool]]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    apart = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Tuple) for target in node.targets)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, id(node) in apart
