@@ -11,9 +11,10 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -69,14 +70,18 @@ def _owners(denoiser: nn.Module, path: str) -> list[nn.Module]:
 def _crosses(parent: nn.Module, child: str, attention: nn.Module) -> bool:
     queries, keys = _projections(attention, QUERY_LIKE), _projections(attention, _KEY_LIKE)
     flag = getattr(attention, "is_cross_attention", None)
-    if flag is False or len(queries) > 1 or any("qkv" in name for name in queries):
+    if len(queries) > 1 or any("qkv" in name for name in queries) or (len(keys) > 1 and not flag):
         return False
     if queries and keys and next(iter(queries.values())) != next(iter(keys.values())):
         return True
-    fed = [_fed_by_another(parent, attention, call) for call in _calls(type(parent)).get(child, ())]
-    if fed:
-        return any(fed)
-    return bool(flag) or "cross" in child or bool(_required_context(type(attention)))
+    named = "cross" in f"{type(parent).__name__}.{child}".lower()
+    if flag is False and not named:
+        return False
+    block_class: Any = type(parent)
+    calls = _calls(block_class).get(child, ())
+    if calls:
+        return any(_fed_by_another(parent, attention, call) for call in calls)
+    return bool(flag) or named or bool(_required_context(type(attention)))
 
 
 def _projections(attention: nn.Module, pattern: re.Pattern[str]) -> dict[str, int]:
@@ -90,29 +95,36 @@ def _projections(attention: nn.Module, pattern: re.Pattern[str]) -> dict[str, in
 
 def _required_context(attention_class: type[nn.Module]) -> list[str]:
     """Parameters for another stream that a call cannot leave out."""
-    parameters = inspect.signature(attention_class.forward).parameters
-    return [
-        name for name, item in parameters.items() if item.default is inspect.Parameter.empty and _CONTEXT.fullmatch(name)
-    ]
+    parameters = inspect.signature(attention_class.forward).parameters.values()
+    required = [item.name for item in parameters if item.default is inspect.Parameter.empty]
+    return [name for name in required if _CONTEXT.fullmatch(name)]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a child as it stands in the source of its parent; `taken_apart` when it returns several streams."""
+    """A call of a child as it stands in the source of its parent.
+
+    Attributes:
+        node: the call.
+        taken_apart: it returns several streams.
+        sources: variable of the method -> names in what it is joined with or replaced by.
+    """
 
     node: ast.Call
     taken_apart: bool
+    sources: Mapping[str, set[str]]
 
 
 def _fed_by_another(parent: nn.Module, attention: nn.Module, call: _Call) -> bool:
-    """Whether a call hands over another stream to look at and gets its own one back."""
+    """Whether a call hands over nothing but another stream to look at, and gets its own one back."""
+    if call.taken_apart:
+        return False
     names = parameter_names(type(attention))
     arguments = {names[i] if i < len(names) else f"arg{i}": node for i, node in enumerate(call.node.args)}
     arguments.update({item.arg: item.value for item in call.node.keywords if item.arg})
-    own = [ast.dump(node) for name, node in arguments.items() if not _CONTEXT.fullmatch(name)]
+    own = next((node for name, node in arguments.items() if not _CONTEXT.fullmatch(name)), None)
     passed = [_chosen(parent, node) for name, node in arguments.items() if _CONTEXT.fullmatch(name)]
-    others = [node for node in passed if not _is_none(node) and ast.dump(node) not in own[:1]]
-    return bool(others) and not call.taken_apart
+    return any(not _is_none(node) and not _holds(node, own, call.sources) for node in passed)
 
 
 def _chosen(parent: nn.Module, node: ast.expr) -> ast.expr:
@@ -126,28 +138,53 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
+def _holds(context: ast.expr, own: ast.expr | None, sources: Mapping[str, set[str]]) -> bool:
+    """Whether what is looked at is the own stream, is joined with it, or falls back on it."""
+    if own is None or not isinstance(context, ast.Name):
+        return own is not None and ast.dump(context) == ast.dump(own)
+    return bool(({context.id} | sources.get(context.id, set())) & _names_in(own))
+
+
 @lru_cache(maxsize=1024)
-def _calls(owner: type[nn.Module]) -> dict[str, tuple[_Call, ...]]:
+def _calls(owner: type) -> dict[str, tuple[_Call, ...]]:
     """Child name -> the calls of it in the source of a class; empty where there is no source to read."""
     calls: dict[str, list[_Call]] = {}
     for base in owner.__mro__[: owner.__mro__.index(nn.Module)]:
-        for node, taken_apart in _calls_in(base):
-            target = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+        for call in _calls_in(base):
+            target = call.node.func.value if isinstance(call.node.func, ast.Subscript) else call.node.func
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
-                calls.setdefault(target.attr, []).append(_Call(node, taken_apart))
+                calls.setdefault(target.attr, []).append(call)
     return {name: tuple(found) for name, found in calls.items()}
 
 
-def _calls_in(owner: type) -> Iterator[tuple[ast.Call, bool]]:
+def _calls_in(owner: type) -> Iterator[_Call]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError, SyntaxError):
         return
-    apart = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Tuple) for target in node.targets)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node, id(node) in apart
+    for method in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        assignments = [node for node in ast.walk(method) if isinstance(node, ast.Assign)]
+        apart = {id(node.value) for node in assignments if isinstance(node.targets[0], ast.Tuple)}
+        sources: dict[str, set[str]] = {}
+        for assignment in assignments:
+            if isinstance(assignment.targets[0], ast.Name):
+                for part in _alternatives(assignment.value):
+                    sources.setdefault(assignment.targets[0].id, set()).update(_names_in(part))
+        for node in ast.walk(method):
+            if isinstance(node, ast.Call):
+                yield _Call(node, id(node) in apart, sources)
+
+
+def _alternatives(value: ast.expr) -> list[ast.expr]:
+    """What a value is put together from: `a if c else b`, `a or b`, `cat([a, b])`."""
+    if isinstance(value, ast.IfExp):
+        return [value.body, value.orelse]
+    if isinstance(value, ast.BoolOp):
+        return value.values
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr.startswith("cat"):
+        return value.args[:1]
+    return []
+
+
+def _names_in(node: ast.expr) -> set[str]:
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name) and item.id not in ("self", "torch")}
