@@ -10,6 +10,7 @@ from cachekit.strategies import (
     CacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "PyramidAttentionBroadcastConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",
