@@ -9,6 +9,7 @@ device. A bare denoiser, or a pipeline whose scheduler stands still, is followed
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ class View:
         source: "scheduler" or "timestep", whichever told the step.
         timestep: value of the current entry of the scheduler's timesteps, if read without cost, else None.
         sigma: noise level of the current entry as the scheduler stores it, else None.
+        level: noise level on the scale of 0 (clean) to 1000 (noise), whatever scale and direction the timesteps have;
+            None when it cannot be told.
     """
 
     run: int
@@ -34,11 +37,38 @@ class View:
     source: str
     timestep: float | None = None
     sigma: float | None = None
+    level: float | None = None
 
     @property
     def is_last(self) -> bool:
         """True in the last scheduler step."""
         return self.steps is not None and self.step >= self.steps - 1
+
+
+LEVELS = 1000.0
+"""Pure noise on the scale of `View.level`."""
+
+
+def noise_levels(timesteps: Sequence[float], sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]:
+    """Noise level from 0 to 1000 of each entry of a schedule; empty when it cannot be told.
+
+    Timesteps that count from 0 to 1 or to `num_train_timesteps` say it themselves (flow matching: 1000 sigma). Others
+    (the logarithm of sigma, for example) take it from sigma, as the share sigma / (1 + sigma) of the noise.
+
+    Args:
+        timesteps: the entries.
+        sigmas: noise levels as the scheduler stores them, if it does.
+        config: the scheduler's config; with `invert_sigmas` its timesteps rise towards the clean image.
+    """
+    trained = float(config.get("num_train_timesteps") or LEVELS)
+    lowest, highest = min(timesteps), max(timesteps)
+    if lowest >= 0 and highest <= 1:
+        levels = [LEVELS * value for value in timesteps]
+    elif lowest >= 0 and 2 < highest <= trained:
+        levels = [LEVELS * value / trained for value in timesteps]
+    else:
+        levels = [LEVELS * sigma / (1 + sigma) for sigma in sigmas]
+    return [LEVELS - level for level in levels] if config.get("invert_sigmas") else levels
 
 
 @dataclass
@@ -50,6 +80,7 @@ class SchedulerClock:
     _timesteps: torch.Tensor | None = None
     _values: list[float] = field(default_factory=list)
     _sigmas: list[float] = field(default_factory=list)
+    _levels: list[float] = field(default_factory=list)
     _index: int = 0
     _start: int | None = None
     _provisional: bool = False
@@ -83,6 +114,7 @@ class SchedulerClock:
             source="scheduler",
             timestep=self._values[index] if index < len(self._values) else None,
             sigma=self._sigmas[index] if index < len(self._sigmas) else None,
+            level=self._levels[index] if index < len(self._levels) else None,
         )
 
     def changed(self, scheduler: Any) -> bool:
@@ -100,6 +132,7 @@ class SchedulerClock:
         sigmas = getattr(scheduler, "sigmas", None)
         is_tensor = isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1
         self._sigmas = sigmas.detach().float().tolist() if is_tensor and sigmas is not None else []
+        self._levels = noise_levels(self._values, self._sigmas, getattr(scheduler, "config", {}))
         self._index = 0
         self._start = None
         self._provisional = False
@@ -144,6 +177,7 @@ class BareClock:
     _direction: int = 0
     _seen: set[str] = field(default_factory=set)
     _aborted: bool = False
+    _highest: float = 0.0
 
     def read(self, value: float | None, branch: str | None) -> View:
         """The current view.
@@ -164,7 +198,17 @@ class BareClock:
                 self._advance(value)
         elif branch in self._seen:
             self._advance(value)
-        return View(self.run, self.step, None, "timestep", timestep=value)
+        return View(self.run, self.step, None, "timestep", timestep=value, level=self._level(value))
+
+    def _level(self, value: float | None) -> float | None:
+        """Noise level of a timestep: a run that never exceeds 1 counts from 0 to 1, one that rises ends clean."""
+        if value is None:
+            return None
+        self._highest = max(self._highest, value)
+        level = value * LEVELS if self._highest <= 1 else value
+        if not 0 <= level <= LEVELS:
+            return None
+        return LEVELS - level if self._direction > 0 else level
 
     def take_over(self, value: float | None, seen: set[str]) -> int:
         """Go on from the first step of a run whose scheduler turned out to stand still; returns the run's number."""
@@ -183,6 +227,7 @@ class BareClock:
     def _begin(self, value: float | None) -> None:
         self.run += 1
         self.step, self._value, self._direction, self._seen, self._aborted = 0, value, 0, set(), False
+        self._highest = 0.0
 
     def _advance(self, value: float | None) -> None:
         self.step += 1

@@ -16,7 +16,7 @@ _TIME_LIKE = re.compile(r"t|r|sigmas?|noise_level|timestep_ratio|(.*_)?timesteps
 _NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter", "vocoder", "safety_checker")
 _FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
 _LATENTS = ("hidden_states", "sample", "x", "latents")
-_QUERY_LIKE = re.compile(r"(.*_)?(to_)?(q|qkv|query|wq)(_proj)?")
+QUERY_LIKE = re.compile(r"(.*_)?(to_)?(q|qkv|query|wq)(_proj|_linear)?")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _attends(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.MultiheadAttention, AttentionModuleMixin)):
         return True
-    return any(_QUERY_LIKE.fullmatch(name) for name in module._modules)
+    return any(QUERY_LIKE.fullmatch(name) for name in module._modules)
 
 
 def _lists_below(module: nn.Module, prefix: str) -> Iterator[BlockList]:

@@ -12,6 +12,7 @@ from cachekit.strategies.base import (
 from cachekit.strategies.combination import conflict
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
+from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
 from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 from cachekit.strategies.text_kv import TextKVCacheConfig
@@ -21,6 +22,7 @@ __all__ = [
     "CacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
+    "PyramidAttentionBroadcastConfig",
     "ScheduleCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",

@@ -201,7 +201,9 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _equal(value: Any, default: Any) -> bool:
     default = getattr(default, "default", default)
-    return value is default or (not isinstance(value, (torch.Tensor, dict, tuple, list)) and value == default)
+    if isinstance(value, (tuple, list)):
+        return bool(value == default) if isinstance(default, tuple) else False
+    return value is default or (not isinstance(value, (torch.Tensor, dict)) and value == default)
 
 
 def _short(value: Any) -> str:

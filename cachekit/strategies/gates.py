@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from cachekit.engine.rules import GateContext, Verdict
 
@@ -39,6 +42,38 @@ class IntervalGate:
     def decide(self, context: GateContext) -> Verdict:
         computes = (context.now.step - self.anchor) % self.interval == 0
         return Verdict(not computes, reason="interval step" if computes else "between interval steps")
+
+
+@dataclass(frozen=True)
+class WindowGate:
+    """Inside a window of noise levels compute every `interval`-th step, outside of it every step.
+
+    The interval counts from the last computed step. Levels go from 0 (clean) to 1000 (noise); both ends of the window
+    are outside. Reads nothing back.
+
+    Attributes:
+        interval: distance between computed steps inside the window; 1 computes them all.
+        window: lower and upper end.
+        level: tells the level in place of the clock; None answers count as unknown, and unknown computes.
+    """
+
+    interval: int
+    window: tuple[float, float]
+    level: Callable[[], Any] | None = None
+
+    def decide(self, context: GateContext) -> Verdict:
+        level = context.now.level if self.level is None else self._told(context)
+        if level is None:
+            return Verdict(False, reason="the noise level of this step is not known")
+        if not self.window[0] < level < self.window[1]:
+            return Verdict(False, reason="outside the timestep window")
+        due = context.now.step - context.history.steps[0] >= self.interval
+        return Verdict(not due, reason="interval step" if due else "between interval steps")
+
+    def _told(self, context: GateContext) -> float | None:
+        assert self.level is not None
+        level = self.level()
+        return context.read(level) if isinstance(level, torch.Tensor) else None if level is None else float(level)
 
 
 @dataclass(frozen=True)

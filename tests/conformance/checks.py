@@ -15,26 +15,40 @@ from torch import Tensor, nn
 
 import cachekit as ck
 from cachekit.api import _engines
+from cachekit.engine.attention import attention_kinds
 from cachekit.engine.layout import Layout
-from cachekit.strategies import find_strategy
+from cachekit.engine.rules import ModulesSpec
 
 from .cases import Case, run
 
 STEPS = 10
+Config = ck.CacheConfig | Callable[[nn.Module], ck.CacheConfig]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One strategy: a config that never skips, and one that skips whenever it may; both the same where it is exact."""
+    """One strategy: a config that never skips and one that skips whenever it may, or how to make them for a model.
+
+    Both are the same where a reuse changes no bit.
+    """
 
     name: str
-    never: ck.CacheConfig
-    always: ck.CacheConfig
+    never: Config
+    always: Config
+    lossless: bool = False
 
-    @property
-    def lossless(self) -> bool:
-        """True when a reuse changes no bit."""
-        return find_strategy(self.always).lossless
+
+def broadcasting(interval: int) -> Callable[[nn.Module], ck.CacheConfig]:
+    """Pyramid Attention Broadcast of every type of attention that a model has, at every noise level."""
+
+    def config(model: nn.Module) -> ck.CacheConfig:
+        fields: dict[str, Any] = {}
+        for kind in attention_kinds(model):
+            fields[f"{kind}_attention_block_skip_range"] = interval
+            fields[f"{kind}_attention_timestep_skip_range"] = (-1, 1001)
+        return ck.PyramidAttentionBroadcastConfig(**fields)
+
+    return config
 
 
 STRATEGIES = {
@@ -53,7 +67,8 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
         Settings("schedule", ck.ScheduleCacheConfig(range(STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
-        Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig()),
+        Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig(), lossless=True),
+        Settings("pab", broadcasting(1), broadcasting(3)),
     )
 }
 
@@ -73,7 +88,8 @@ class Subject:
 
 
 @contextmanager
-def cached(subject: Subject, config: ck.CacheConfig) -> Iterator[ck.Handle]:
+def cached(subject: Subject, config: Config) -> Iterator[ck.Handle]:
+    config = config if isinstance(config, ck.CacheConfig) else config(subject.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ck.CacheWarning)
         with ck.cached(subject.model, config) as handle:
@@ -84,6 +100,16 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def modules_of(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Rule -> the single modules that it predicts; nothing where block stacks are skipped."""
+    rules = [part.rule for part in _engines[model].members[0].parts]
+    return {
+        rule.name: [model.get_submodule(path) for path in rule.site.modules]
+        for rule in rules
+        if isinstance(rule.site, ModulesSpec)
+    }
+
+
 def layout_of(model: nn.Module, branch: str) -> Layout:
     layout = _engines[model].members[0].parts[0].site.layout(branch)  # type: ignore[attr-defined]
     assert layout is not None, "no computed call has taught the layout"
@@ -91,15 +117,14 @@ def layout_of(model: nn.Module, branch: str) -> Layout:
 
 
 @contextmanager
-def counted(layouts: Iterable[Layout]) -> Iterator[Counter[int]]:
-    """Counts how often each block of the layouts really runs."""
+def counted(modules: Iterable[nn.Module]) -> Iterator[Counter[int]]:
+    """Counts how often each module really runs."""
     counts: Counter[int] = Counter()
 
     def count(module: nn.Module, args: Any) -> None:
         counts[id(module)] += 1
 
-    modules = {id(place.slot.module): place.slot.module for layout in layouts for place in layout.places}
-    hooks = [module.register_forward_pre_hook(count) for module in modules.values()]
+    hooks = [module.register_forward_pre_hook(count) for module in {id(item): item for item in modules}.values()]
     try:
         yield counts
     finally:
@@ -128,7 +153,9 @@ def skips_and_repeats(subject: Subject, settings: Settings) -> tuple[int, int]:
     case, model = subject.case, subject.model
     with cached(subject, settings.always) as handle:
         first = run(case, model, STEPS)
-        if layout_or_none(model) is None:
+        if modules_of(model):
+            second, stats = _counting_modules_run(subject, handle)
+        elif layout_or_none(model) is None:
             second = run(case, model, STEPS)
             stats = handle.stats()
         else:
@@ -152,7 +179,7 @@ def _says_so(stats: ck.Stats) -> bool:
 def _counting_run(subject: Subject, handle: ck.Handle) -> tuple[list[Tensor], ck.Stats]:
     layouts = {branch: layout_of(subject.model, branch) for branch in handle.stats().last.branches}
     assert all(layout.skippable > 0 for layout in layouts.values())
-    with counted(layouts.values()) as counts:
+    with counted(place.slot.module for layout in layouts.values() for place in layout.places) as counts:
         outputs = run(subject.case, subject.model, STEPS)
     stats = handle.stats()
     expected = 0
@@ -160,6 +187,26 @@ def _counting_run(subject: Subject, handle: ck.Handle) -> tuple[list[Tensor], ck
         layout = layouts[decision.branch]
         expected += len(layout.places) - (layout.skippable if decision.reused else 0)
     assert sum(counts.values()) == expected, "other blocks ran than the statistics say"
+    return outputs, stats
+
+
+def _counting_modules_run(subject: Subject, handle: ck.Handle) -> tuple[list[Tensor], ck.Stats]:
+    case, model, groups = subject.case, subject.model, modules_of(subject.model)
+    plain = copy.deepcopy(model)
+    paths = {id(module): path for path, module in model.named_modules()}
+    each = {name: [plain.get_submodule(paths[id(module)]) for module in group] for name, group in groups.items()}
+    with counted(module for group in each.values() for module in group) as whole:
+        run(case, plain, STEPS)
+    with counted(module for group in groups.values() for module in group) as counts:
+        outputs = run(case, model, STEPS)
+    stats = handle.stats()
+    for name, group in groups.items():
+        decisions = [decision for decision in stats.last.decisions if decision.part == name]
+        computed = sum(not decision.reused for decision in decisions)
+        for module, twin in zip(group, each[name], strict=True):
+            assert counts[id(module)] * len(decisions) == whole[id(twin)] * computed, (
+                f"{paths[id(module)]} ran too often"
+            )
     return outputs, stats
 
 
@@ -209,16 +256,15 @@ def aborted_runs_do_not_leak(subject: Subject, settings: Settings) -> None:
 
     with cached(subject, settings.always):
         clean = run(case, model, STEPS)
-        last = layout_or_none(model)
-        if last is not None:
-            bomb = last.places[0].slot.module.register_forward_pre_hook(explode)
-            try:
-                run(case, model, STEPS)
-            except KeyboardInterrupt:
-                pass
-            else:
-                raise AssertionError("the first block did not run in a fresh run")
-            finally:
+        bombs = [module.register_forward_pre_hook(explode) for module in _first_modules(model)]
+        try:
+            run(case, model, STEPS)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("what is skipped did not run in a fresh run")
+        finally:
+            for bomb in bombs:
                 bomb.remove()
         if case.has_sizes:
             run(case, model, 4, size=1)
@@ -227,9 +273,12 @@ def aborted_runs_do_not_leak(subject: Subject, settings: Settings) -> None:
         assert equal(run(case, model, STEPS), clean)
 
 
-def layout_or_none(model: nn.Module) -> Layout | None:
-    layout: Callable[[str], Layout | None] | None = getattr(_engines[model].members[0].parts[0].site, "layout", None)
-    return None if layout is None else layout("cond")
+def _first_modules(model: nn.Module) -> list[nn.Module]:
+    """The first block, or all modules that are predicted: one of them runs first."""
+    groups = modules_of(model)
+    if groups:
+        return [module for group in groups.values() for module in group]
+    return [layout_of(model, "cond").places[0].slot.module]
 
 
 def copies_are_plain(subject: Subject, settings: Settings) -> None:
