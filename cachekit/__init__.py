@@ -8,6 +8,7 @@ from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, Con
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
+    DeepCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     TaylorSeerCacheConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "CacheKitError",
     "CacheWarning",
     "ConfigError",
+    "DeepCacheConfig",
     "FirstBlockCacheConfig",
     "Handle",
     "MagCacheConfig",
