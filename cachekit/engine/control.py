@@ -2,7 +2,8 @@
 
 What a control network returns is computed from the latents and changes in every step, so the denoiser's own arguments
 cannot tell that the user has changed the control image, its scale or its range. The arguments of the control network
-can: without latents and timestep they are the user's, and stay equal from step to step.
+can: without latents and timestep they are the user's, and stay equal from step to step. With that known, the hints
+themselves need no comparison.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from cachekit.engine.binding import bind
+from cachekit.engine.binding import bind, tensors_in
 from cachekit.engine.clock import View, calling_pipeline
 from cachekit.engine.conditioning import Comparer, Conditioning
 from cachekit.engine.discovery import find_control_networks, latent_names, timestep_names, unwrap
@@ -67,13 +69,14 @@ class _Book:
     what: str = ""
     before: list[_Called] = field(default_factory=list)
     calls: list[_Called] = field(default_factory=list)
+    hints: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     comparer: Comparer = field(default_factory=Comparer)
 
     def enter(self, view: View) -> None:
         if view.run != self.run:
-            self.before, self.calls = [], []
+            self.before, self.calls, self.hints = [], [], {}
         elif view.step != self.step:
-            self.before, self.calls = self.calls, []
+            self.before, self.calls, self.hints = self.calls, [], {}
         self.run, self.step = view.run, view.step
 
     def take_down(self, called: _Called, is_last: bool) -> None:
@@ -94,7 +97,7 @@ class _Book:
 
     def let_go(self) -> None:
         """Keep no tensor alive, and take the next step for the first one."""
-        self.run, self.before, self.calls = -1, [], []
+        self.run, self.before, self.calls, self.hints = -1, [], [], {}
 
 
 class ControlWatch:
@@ -147,20 +150,29 @@ class ControlWatch:
         book = None if session is None else self._books.get(session)
         return 0 if book is None else book.comparer.take()
 
-    def called(self, session: Session, entrance: _Entrance, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A control network of a pipeline is being called."""
+    def is_hint(self, tensor: torch.Tensor) -> bool:
+        """True for what a watched network has returned in this step."""
+        references = (book.hints.get(id(tensor)) for book in list(self._books.values()))
+        return any(reference is not None and reference() is tensor for reference in references)
+
+    def called(
+        self, session: Session, entrance: _Entrance, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Book | None:
+        """A control network of a pipeline is being called; returns where its hints are to be noted."""
         pipeline = calling_pipeline()
         book = self._books.get(session)
         if book is None or (pipeline is not None and pipeline is not session.pipeline):
-            return
+            return None
         arguments = bind(entrance.type, args, kwargs)
         timestep = next((arguments[name] for name in entrance.timesteps if arguments.get(name) is not None), None)
-        view = session.clock.read(session.scheduler, timestep, getattr(pipeline, "_current_timestep", None))
+        tensor = timestep if isinstance(timestep, torch.Tensor) else None
+        view = session.clock.read(session.scheduler, tensor, getattr(pipeline, "_current_timestep", None))
         if view is None:
-            return
+            return None
         book.enter(view)
         given = {**arguments, "its weights": entrance.weights.fingerprint()}
         book.take_down(_Called(entrance.number, Conditioning.of(given, entrance.excluded)), view.is_last)
+        return book
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
@@ -194,9 +206,13 @@ def _handle(
     kwargs: dict[str, Any],
 ) -> Any:
     owner, pipeline_session = watch(), session()
+    book = None
     if owner is not None and pipeline_session is not None:
-        owner.called(pipeline_session, entrance, args, kwargs)
-    return inner(*args, **kwargs)
+        book = owner.called(pipeline_session, entrance, args, kwargs)
+    output = inner(*args, **kwargs)
+    if book is not None:
+        book.hints.update((id(hint), weakref.ref(hint)) for hint in tensors_in(output))
+    return output
 
 
 def _take_off(hooks: list[Hook]) -> None:

@@ -51,8 +51,8 @@ class DenoiserEngine:
         core = unwrap(module)
         self._core = weakref.ref(core)
         self._watch = WeightWatch(core)
-        self._tracker = Tracker(core, self._new_run)
         self._control = ControlWatch()
+        self._tracker = Tracker(core, self._new_run, self._control.is_hint)
         self._local = threading.local()
         self._lock = threading.Lock()
         self.removed = False
