@@ -1,16 +1,24 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
-from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
+from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
-from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
+from cachekit.errors import (
+    CacheConflictError,
+    CacheKitError,
+    CacheWarning,
+    ConfigError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
     DeepCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    ScheduleCacheConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -28,6 +36,9 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "Profile",
+    "ProfileMismatchError",
+    "ScheduleCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",
@@ -35,6 +46,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "cached",
+    "calibrate",
     "calibrate_magnitudes",
     "disable_cache",
     "enable_cache",

@@ -46,7 +46,7 @@ class Session:
             engine.watch_control(self)
             current = getattr(self.pipeline, engine.name, None) if engine.name else None
             if getattr(current, "_orig_mod", None) is not None and engine.serves(current):
-                engine.say(WHOLE_COMPILE)
+                engine.say_if_compiled(WHOLE_COMPILE)
             components = getattr(self.pipeline, "components", {}).values()
             if engine.name and not any(engine.serves(component) for component in components):
                 engine.say(

@@ -13,6 +13,7 @@ from cachekit.strategies.combination import conflict
 from cachekit.strategies.deepcache import DeepCacheConfig
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
+from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "DeepCacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
+    "ScheduleCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
     "conflict",

@@ -24,20 +24,11 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """One strategy: a config that never skips, and one that skips whenever it may.
-
-    `refuses` gives what the error says about a case on which the strategy has nothing to work on, else None.
-    """
+    """One strategy: a config that never skips, and one that skips whenever it may."""
 
     name: str
     never: ck.CacheConfig
     always: ck.CacheConfig
-    refuses: Callable[[Case], str | None] = lambda case: None
-
-
-def _not_a_unet(case: Case) -> str | None:
-    """StableCascade nests the blocks of a level in lists of their own, and the levels' skips go inside the up path."""
-    return None if case.kind == "unet" and case.name != "stable-cascade-prior" else "is no UNet"
 
 
 STRATEGIES = {
@@ -55,7 +46,7 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
-        Settings("deepcache", ck.DeepCacheConfig(1), ck.DeepCacheConfig(3), _not_a_unet),
+        Settings("deepcache", ck.DeepCacheConfig(1), ck.DeepCacheConfig(3)),
     )
 }
 
@@ -72,21 +63,6 @@ class Subject:
     def of(cls, case: Case) -> Subject:
         model = case.build()
         return cls(case, model, run(case, model, STEPS))
-
-
-def is_refused(subject: Subject, settings: Settings) -> bool:
-    """True where a strategy has nothing to work on: then it says so, and changes nothing."""
-    reason = settings.refuses(subject.case)
-    if reason is None:
-        return False
-    try:
-        ck.enable_cache(subject.model, settings.always)
-    except ck.UnsupportedModelError as error:
-        assert reason in str(error), error
-    else:
-        raise AssertionError(f"{settings.name} was enabled where it was to be refused: {reason}")
-    assert not ck.is_cache_enabled(subject.model)
-    return True
 
 
 @contextmanager

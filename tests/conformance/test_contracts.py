@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import cachekit as ck
 
 from . import checks
 from .cases import cases
+from .expected import REFUSED
 
 # Structurally different ones; `make conformance` runs the full set of contracts on all.
 EXEMPLARS = (
@@ -31,16 +30,6 @@ EXEMPLARS = (
     "unet-2d-condition",
 )
 ALL = {case.name: case for case in cases()}
-# No attention that can be hooked: its projections are functions of the block, or there is none.
-NO_ATTENTION: frozenset[str] = frozenset()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.lru_cache(maxsize=2)
@@ -53,11 +42,10 @@ def test_shared_loop(name: str) -> None:
     """Contracts 1-4, 6 and 9 in one loop per class and strategy."""
     subject = subject_of(name)
     for settings in checks.STRATEGIES.values():
-        if settings.name == "taylorseer-attention" and name in NO_ATTENTION:
-            with pytest.raises(ck.UnsupportedModelError, match="attention"):
+        refused, reason = REFUSED.get(settings.name, (frozenset(), ""))
+        if name in refused:
+            with pytest.raises(ck.UnsupportedModelError, match=reason):
                 ck.enable_cache(subject.model, settings.always)
-            continue
-        if checks.is_refused(subject, settings):
             continue
         checks.nothing_to_skip(subject, settings)
         checks.skips_and_repeats(subject, settings)
@@ -75,7 +63,7 @@ def test_remaining_contracts(name: str) -> None:
     """Aborted runs, other sizes and batches in between, copies made while enabled."""
     subject = subject_of(name)
     for settings in checks.STRATEGIES.values():
-        if (settings.name == "taylorseer-attention" and name in NO_ATTENTION) or settings.refuses(subject.case):
+        if name in REFUSED.get(settings.name, (frozenset(), ""))[0]:
             continue
         checks.aborted_runs_do_not_leak(subject, settings)
     checks.copies_are_plain(subject, checks.STRATEGIES["first_block"])

@@ -23,9 +23,7 @@ from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProj
 
 from ..pipelines.families import sd3, unet, wan
 from ..pipelines.parts import TEXT_WIDTH, picture, redraw
-from ..pipelines.tiny import pipelines
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 PICTURE = picture(16, 16)
 
 
