@@ -15,6 +15,7 @@ from cachekit.errors import (
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
+    DeepCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "CacheKitError",
     "CacheWarning",
     "ConfigError",
+    "DeepCacheConfig",
     "FirstBlockCacheConfig",
     "Handle",
     "MagCacheConfig",

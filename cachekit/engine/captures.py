@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,46 @@ class Change(NamedTuple):
     key: Key
     argument: str | None
     dtype: torch.dtype
+
+
+class Write(NamedTuple):
+    """What is kept of a segment that overwrites an argument: by how much. Others read that tensor later."""
+
+    segment: int
+    argument: str
+
+
+@dataclass
+class Inputs:
+    """What a segment without an input of its own was given: (tensor, in-place counter, copy) by name."""
+
+    tensors: dict[str, tuple[torch.Tensor, int | None, torch.Tensor | None]]
+    copied: bool
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], copy: bool) -> Inputs:
+        kept = {name: value for name, value in arguments.items() if is_floating(value)}
+        return cls(
+            {
+                name: (value.detach(), version_of(value), value.clone() if copy else None)
+                for name, value in kept.items()
+            },
+            copy,
+        )
+
+    def written(self, read: Callable[[torch.Tensor], float]) -> set[str]:
+        """Names of the tensors that hold other values by now; read back where torch keeps no counter."""
+        return {
+            name
+            for name, (tensor, version, copy) in self.tensors.items()
+            if version_of(tensor) != version
+            or (version is None and copy is not None and not read((tensor == copy).all()))
+        }
+
+    def changes(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """By how much each of them has changed; only of copies."""
+        found = {name: self.tensors[name] for name in names}
+        return {name: tensor - copy for name, (tensor, _, copy) in found.items() if copy is not None}
 
 
 @dataclass
@@ -58,12 +98,13 @@ class Capture:
 
 
 def probe_signal(slot: Slot, capture: Capture, output: Any) -> torch.Tensor | None:
-    """What the gate compares: the residual of the probe's latent stream; a UNet block's output as it is.
+    """What the gate compares: the residual of the probe's latent stream; of a UNet block a copy of its output.
 
     None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
     """
     if not slot.streams:
-        return next((part.detach() for part in floating_parts(output).values()), None)
+        # A copy: it is a skip connection as well, into which deeper blocks may write.
+        return next((part.detach().clone() for part in floating_parts(output).values()), None)
     if capture.overwritten():
         slot.in_place = True
         return None

@@ -7,7 +7,7 @@ old one, is noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-Leaf = TensorLeaf | Any
+@dataclass(frozen=True)
+class Hint:
+    """Stands for a tensor that a watched control network has just returned: it counts by its form only."""
+
+    signature: tuple[Any, ...]
+
+
+Leaf = TensorLeaf | Hint | Any
 
 
 @dataclass
@@ -62,11 +69,20 @@ class Conditioning:
     leaves: dict[str, Leaf]
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], excluded: frozenset[str]) -> Conditioning:
+    def of(
+        cls,
+        arguments: Mapping[str, Any],
+        excluded: frozenset[str],
+        is_hint: Callable[[torch.Tensor], bool] | None = None,
+    ) -> Conditioning:
         leaves: dict[str, Leaf] = {}
         for name, value in arguments.items():
             if name not in excluded:
                 leaves.update(_flatten(name, value, _MAX_DEPTH))
+        if is_hint is not None:
+            for name, leaf in leaves.items():
+                if isinstance(leaf, TensorLeaf) and is_hint(leaf.tensor):
+                    leaves[name] = Hint(leaf.signature)
         return cls(leaves)
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from cachekit.engine import observers
 from cachekit.engine.binding import bind, tensors_in
 from cachekit.engine.branches import Match
+from cachekit.engine.clock import View
+from cachekit.engine.control import ControlWatch
 from cachekit.engine.discovery import unwrap
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.member import Member, Part
@@ -22,7 +24,7 @@ from cachekit.engine.own_cache import fills_own_cache
 from cachekit.engine.rules import AttentiveGate, GateContext, Rule
 from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
 from cachekit.engine.sites import PassContext, SitePass, StructureChangedError
-from cachekit.engine.state import Call, PartCall, RunState
+from cachekit.engine.state import Call, Facts, PartCall, RunState
 from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats
 from cachekit.engine.tracker import Tracker
 from cachekit.engine.weights import WeightWatch
@@ -49,7 +51,8 @@ class DenoiserEngine:
         core = unwrap(module)
         self._core = weakref.ref(core)
         self._watch = WeightWatch(core)
-        self._tracker = Tracker(core, self._new_run)
+        self._control = ControlWatch()
+        self._tracker = Tracker(core, self._new_run, self._control.is_hint)
         self._local = threading.local()
         self._lock = threading.Lock()
         self.removed = False
@@ -81,6 +84,11 @@ class DenoiserEngine:
         session = session_of(pipeline)
         self._tracker.sessions.add(session)
         session.engines.add(self)
+        self._control.follow(session)
+
+    def watch_control(self, session: Session) -> None:
+        """A loop begins in a pipeline: find the control networks that it has now."""
+        self._control.follow(session)
 
     def add(self, member: Member) -> None:
         """Let a strategy take part from the next call on."""
@@ -121,6 +129,7 @@ class DenoiserEngine:
         """Let go of all results that are held."""
         for run in list(self._tracker.runs):
             run.let_go()
+        self._control.let_go()
 
     def compiled(self, module: nn.Module) -> None:
         """`module.compile()` was called somewhere in the process; take the place in front of it again."""
@@ -154,6 +163,7 @@ class DenoiserEngine:
         for member in self.members:
             member.remove()
         self._root.remove()
+        self._control.remove()
         self.free()
         observers.release(self)
         for session in list(self._tracker.sessions):
@@ -210,6 +220,7 @@ class DenoiserEngine:
         return output
 
     def _forward(self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        again = _with_lists_copied(args, kwargs)
         try:
             output, entries = self._attempt(call, inner, args, kwargs)
         except StructureChangedError:
@@ -219,7 +230,7 @@ class DenoiserEngine:
             call.run.forget(call.branch)
             for part in self._parts:
                 part.site.forget(call.branch)
-            output, entries = self._attempt(call, inner, args, kwargs)
+            output, entries = self._attempt(call, inner, *again)
         for item, entry in entries:
             self._keep(call, item, entry)
         return output
@@ -325,7 +336,7 @@ class DenoiserEngine:
 
     def _open(self, arguments: dict[str, Any]) -> Call:
         run, view, match = self._tracker.locate(arguments)
-        self._follow_run(run)
+        self._follow_run(run, view)
         tensors = (tensor for name in self._tracker.latents for tensor in tensors_in(arguments.get(name)))
         sources = tuple(tensor for tensor in tensors if tensor.is_floating_point())
         signature = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in sources)
@@ -333,7 +344,7 @@ class DenoiserEngine:
         call.forced = self._obstacle(call, match)
         return call
 
-    def _follow_run(self, run: RunState) -> None:
+    def _follow_run(self, run: RunState, view: View) -> None:
         """Make the records of a new run, and of strategies that joined a run half-way."""
         for member in self.members:
             stats = run.stats_of(member)
@@ -342,20 +353,24 @@ class DenoiserEngine:
                 session = self._tracker.session_of(run)
                 if session is not None:
                     session.engines.add(self)
+                    self._control.follow(session, view)
 
     def _obstacle(self, call: Call, match: Match) -> str | None:
         """Why nothing that was kept may be used in this call; forgets what no longer holds."""
         difference, reason = match.difference, None
         weights = call.run.weights(call.view.step, self._watch)
-        last_signature, last_weights = call.run.exchange(call.branch, call.signature, weights)
-        if call.signature != last_signature:
-            reason = None if last_signature is None else "new shape, dtype or device"
+        control = self._control.state(self._tracker.session_of(call.run), call.view)
+        last = call.run.exchange(call.branch, Facts(call.signature, weights, control))
+        if call.signature != last.signature:
+            reason = None if last.signature is None else "new shape, dtype or device"
         elif difference.reshaped or difference.structural:
             reason = "the conditioning has another form"
         elif difference.changed:
             reason = "the conditioning changed"
-        if weights != last_weights and last_weights is not None:
-            reason = "the weights changed"
+        if control != last.control and control is not None and last.control is not None:
+            reason = control.reason(last.control)
+        if weights != last.weights and last.weights is not None:
+            reason = "the weights, or a scale or switch of an adapter, changed"
         if getattr(self._core(), "_cache_config", None) is not None:
             reason = "diffusers' own cache was enabled on this model; call its disable_cache()"
         if fills_own_cache(call.arguments):
@@ -382,7 +397,8 @@ class DenoiserEngine:
     def _close(self, call: Call) -> None:
         run, number = call.run, call.run.calls
         run.calls += 1
-        syncs = self._tracker.take_syncs(run)
+        session = self._tracker.session_of(run)
+        syncs = self._tracker.take_syncs(run) + self._control.take_syncs(session)
         for member in self.members:
             stats = run.stats_of(member)
             reused = False
@@ -407,7 +423,6 @@ class DenoiserEngine:
             with self._lock:
                 member.total_calls += 1
                 member.total_reused += reused
-        session = self._tracker.session_of(run)
         if call.view.is_last:
             run.last_step()
             for engine in list(session.engines if session is not None else ()):
@@ -435,3 +450,11 @@ class DenoiserEngine:
 
 def _around(site_pass: SitePass, inner: Inner, *args: Any, **kwargs: Any) -> Any:
     return site_pass.around(inner, args, kwargs)
+
+
+def _with_lists_copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for another attempt: models take hints out of the lists that they are given."""
+    return (
+        tuple(list(value) if type(value) is list else value for value in args),
+        {name: list(value) if type(value) is list else value for name, value in kwargs.items()},
+    )

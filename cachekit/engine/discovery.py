@@ -15,6 +15,7 @@ from cachekit.engine.binding import parameter_names
 _TIME_LIKE = re.compile(r"t|r|sigmas?|noise_level|timestep_ratio|(.*_)?timesteps?|timestep_r|(.*_)?time")
 _NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter", "vocoder", "safety_checker")
 _FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
+_CONTROL_HOME = ".controlnets"
 _LATENTS = ("hidden_states", "sample", "x", "latents")
 QUERY_LIKE = re.compile(r"(.*_)?(to_)?(q|qkv|query|wq)(_proj|_linear)?")
 
@@ -58,9 +59,28 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
 
 
 def is_denoiser(module: nn.Module) -> bool:
-    """A denoiser takes a timestep (or noise level) and is no control network, text encoder or autoencoder."""
+    """A denoiser takes a timestep (or noise level) and is no control network, text encoder or autoencoder.
+
+    A UNet that has its control network inside (ControlNet-XS) is a denoiser: it has an up path.
+    """
     home = type(module).__module__
-    return not any(part in home for part in _FOREIGN_HOMES) and takes_timestep(module)
+    foreign = any(part in home for part in _FOREIGN_HOMES)
+    return takes_timestep(module) and (not foreign or (_CONTROL_HOME in home and find_unet(module) is not None))
+
+
+def find_control_networks(pipeline: Any) -> list[nn.Module]:
+    """The components that are called beside the denoiser, with a timestep, and return hints for it.
+
+    Those that take no timestep (T2I-Adapter) run once before the loop; their hints are arguments that stay equal.
+    """
+    components = getattr(pipeline, "components", None)
+    found = components.items() if isinstance(components, dict) else ()
+    return [module for name, module in found if isinstance(module, nn.Module) and _is_control(name, unwrap(module))]
+
+
+def _is_control(name: str, module: nn.Module) -> bool:
+    named = name.startswith("controlnet") or _CONTROL_HOME in type(module).__module__
+    return named and takes_timestep(module) and find_unet(module) is None
 
 
 def takes_timestep(module: nn.Module) -> bool:

@@ -28,7 +28,8 @@ class Slot:
         streams: output key -> argument that it continues; None until traced.
         reached: True when its input depends on the latents.
         carriers: the output keys of the streams that carry the latents.
-        in_place: True when the block overwrites an argument.
+        in_place: True when the block overwrites an argument (of a UNet: the deep part that begins with it does).
+        settled: True once a computed call has shown whether a UNet's deep part overwrites what it is given.
         form: what it returns, with None for every part that a stream continues; UNKNOWN until learnt or when other
             parts have to be kept of every call.
         is_side: True when its output is added to the stream that it read, instead of taking its place.
@@ -42,6 +43,7 @@ class Slot:
     reached: bool = False
     carriers: tuple[Key, ...] = ()
     in_place: bool = False
+    settled: bool = False
     is_side: bool = False
     restarts: bool = False
     form: Any = field(default=UNKNOWN, repr=False)

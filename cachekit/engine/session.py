@@ -43,6 +43,7 @@ class Session:
         """The pipeline has made a progress bar: a loop begins."""
         self._bar = weakref.ref(bar)
         for engine in self.engines:
+            engine.watch_control(self)
             current = getattr(self.pipeline, engine.name, None) if engine.name else None
             if getattr(current, "_orig_mod", None) is not None and engine.serves(current):
                 engine.say_if_compiled(WHOLE_COMPILE)

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from cachekit.engine.binding import Key, bind, items, rebuild
-from cachekit.engine.captures import Capture, Change, add_changes, add_passive, probe_signal, stream_names
+from cachekit.engine.captures import (
+    Capture,
+    Change,
+    Inputs,
+    Write,
+    add_changes,
+    add_passive,
+    probe_signal,
+    stream_names,
+)
 from cachekit.engine.discovery import BlockList, UNetParts
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
@@ -79,6 +88,7 @@ class StackPass(SitePass):
         self._on_track = True
         self._entry = Entry(context.now.step)
         self._bases: dict[int, Capture] = {}
+        self._inputs: dict[int, Inputs] = {}
         self._landings: dict[int, dict[Key, torch.Tensor]] = {}
         self._probing = probe and any(place.is_probe for place in layout.places)
         self._reuse = False if self._probing else context.decide(None)
@@ -140,8 +150,14 @@ class StackPass(SitePass):
         if place.enters and not absolute:
             arguments = bind(type(slot.module), args, kwargs)
             self._bases[segment] = Capture.of(arguments, stream_names(slot), copy=slot.in_place)
+        elif place.enters and (slot.in_place or not slot.settled or not torch.is_inference_mode_enabled()):
+            arguments = bind(type(slot.module), args, kwargs)
+            self._inputs[segment] = Inputs.of(arguments, copy=slot.in_place or not slot.settled)
         output = inner(*args, **kwargs)
         if place.lands:
+            if not self._keep_writes(segment):
+                self._on_track = False
+                return output
             base = self._bases.pop(segment, None)
             if base is not None and base.overwritten():
                 self._entering(segment).in_place = True
@@ -151,6 +167,21 @@ class StackPass(SitePass):
         add_passive(self._entry, index, place, output, absolute)
         return output
 
+    def _keep_writes(self, segment: int) -> bool:
+        """Keep what a UNet's deep part wrote into its input, a skip connection of the part that always runs.
+
+        False when that is lost because the input was not copied; the next call copies it.
+        """
+        inputs = self._inputs.pop(segment, None)
+        if inputs is None:
+            return True
+        slot = self._entering(segment)
+        written = inputs.written(self._context.read)
+        slot.in_place, slot.settled = slot.in_place or bool(written), True
+        for name, change in inputs.changes(written).items():
+            self._entry.values[Write(segment, name)] = self._context.storage.keep(change)
+        return inputs.copied or not written
+
     def _entering(self, segment: int) -> Slot:
         return next(place.slot for place in self._layout.places if place.segment == segment and place.enters)
 
@@ -158,6 +189,7 @@ class StackPass(SitePass):
         arguments = bind(type(place.slot.module), args, kwargs)
         if place.enters:
             self._landings[segment] = self._land(segment, arguments)
+            self._write(segment, arguments)
         newest = self._context.history.newest
         passive = None if newest is None else newest.passive.get(index, place.slot.form)
         if passive is UNKNOWN:
@@ -187,3 +219,14 @@ class StackPass(SitePass):
         if not landing:
             raise StructureChangedError
         return landing
+
+    def _write(self, segment: int, arguments: Mapping[str, Any]) -> None:
+        """Overwrite the input of a segment as computing it would have."""
+        newest = self._context.history.newest
+        for place in () if newest is None else newest.values:
+            if isinstance(place, Write) and place.segment == segment:
+                target = arguments.get(place.argument)
+                change = None if target is None else self._context.predict(place, target)
+                if target is None or change is None or target.shape != change.shape:
+                    raise StructureChangedError
+                target.add_(change)

@@ -12,6 +12,7 @@ from cachekit.engine.binding import tensors_in
 from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
 from cachekit.engine.conditioning import Conditioning
+from cachekit.engine.control import ControlState
 from cachekit.engine.history import Entry, History
 from cachekit.engine.member import Member, Part
 from cachekit.engine.sites import Saving, SitePass
@@ -38,6 +39,15 @@ class BranchState:
         return self.history.nbytes() + sum(tensor.nbytes for tensor in carried)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """The circumstances of a call: the form of the latents, the weights, the control; None where unknown."""
+
+    signature: Hashable = None
+    weights: Hashable = None
+    control: ControlState | None = None
+
+
 @dataclass(eq=False)
 class RunState:
     """Everything that dies with a run."""
@@ -49,7 +59,7 @@ class RunState:
     stats: dict[Member, RunStats] = field(default_factory=dict)
     calls: int = 0
     _states: dict[tuple[Part, str], BranchState] = field(default_factory=dict)
-    _facts: dict[str, tuple[Hashable, Hashable]] = field(default_factory=dict)
+    _facts: dict[str, Facts] = field(default_factory=dict)
     _weighed: tuple[int, Hashable] = (-1, None)
 
     def stats_of(self, member: Member) -> RunStats:
@@ -76,10 +86,10 @@ class RunState:
         for stats in self.stats.values():
             stats.run, stats.steps, stats.source = number, None, "timestep"
 
-    def exchange(self, branch: str, signature: Hashable, weights: Hashable) -> tuple[Hashable, Hashable]:
-        """Note the form of a branch's latents and the weights; returns what was noted at its last call."""
-        before = self._facts.get(branch, (None, None))
-        self._facts[branch] = signature, weights
+    def exchange(self, branch: str, facts: Facts) -> Facts:
+        """Note the circumstances of a branch's call; returns those of its last one."""
+        before = self._facts.get(branch, Facts())
+        self._facts[branch] = facts
         return before
 
     def weights(self, step: int, watch: WeightWatch) -> Hashable:

@@ -38,12 +38,18 @@ class Tracker:
     Args:
         denoiser: the model.
         replaced: called with the run that a new one takes the place of, or None.
+        is_hint: tells tensors that a watched control network has returned in this step.
 
     Attributes:
         branches: names of the guidance branches in the order of their calls within a step; None to find out.
     """
 
-    def __init__(self, denoiser: nn.Module, replaced: Callable[[RunState | None], None]) -> None:
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        replaced: Callable[[RunState | None], None],
+        is_hint: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
         self.latents = latent_names(denoiser)
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self.runs: weakref.WeakSet[RunState] = weakref.WeakSet()
@@ -51,12 +57,12 @@ class Tracker:
         self._timesteps = timestep_names(denoiser)
         self._excluded = frozenset((*self.latents, *self._timesteps, "return_dict"))
         self.branches: tuple[str, ...] | None = None
-        self._replaced = replaced
+        self._replaced, self._is_hint = replaced, is_hint
         self._local = threading.local()
 
     def locate(self, arguments: dict[str, Any]) -> tuple[RunState, View, Match]:
         """Run, step and branch of a call with these arguments."""
-        conditioning = Conditioning.of(arguments, self._excluded)
+        conditioning = Conditioning.of(arguments, self._excluded, self._is_hint)
         timestep = next((arguments[name] for name in self._timesteps if arguments.get(name) is not None), None)
         name = observers.context_name(self._denoiser())
         found = self._scheduler_view(timestep)

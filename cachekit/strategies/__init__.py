@@ -10,6 +10,7 @@ from cachekit.strategies.base import (
     to_config,
 )
 from cachekit.strategies.combination import conflict
+from cachekit.strategies.deepcache import DeepCacheConfig
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
@@ -20,6 +21,7 @@ from cachekit.strategies.text_kv import TextKVCacheConfig
 __all__ = [
     "FLUX_MAG_RATIOS",
     "CacheConfig",
+    "DeepCacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
     "PyramidAttentionBroadcastConfig",

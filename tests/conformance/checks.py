@@ -69,6 +69,7 @@ STRATEGIES = {
         Settings("schedule", ck.ScheduleCacheConfig(range(STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
         Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig(), lossless=True),
         Settings("pab", broadcasting(1), broadcasting(3)),
+        Settings("deepcache", ck.DeepCacheConfig(1), ck.DeepCacheConfig(3)),
     )
 }
 
@@ -155,7 +156,7 @@ def skips_and_repeats(subject: Subject, settings: Settings) -> tuple[int, int]:
         first = run(case, model, STEPS)
         if modules_of(model):
             second, stats = _counting_modules_run(subject, handle)
-        elif layout_or_none(model) is None:
+        elif not hasattr(_engines[model].members[0].parts[0].site, "layout"):
             second = run(case, model, STEPS)
             stats = handle.stats()
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .cases import cases
+
 # Nothing but latents and a timestep goes in.
 NO_TEXT = frozenset({"kandinsky6-sr", "unet-1d"})
 
@@ -65,5 +67,11 @@ NOTHING_CONSTANT = frozenset(
     }
 )
 
-REFUSED: dict[str, tuple[frozenset[str], str]] = {"text_kv": (NO_TEXT, "no text")}
+# Transformers; and StableCascade, whose levels are lists of blocks and take their skips inside the up path.
+NO_DEEP_PART = frozenset(case.name for case in cases() if case.kind != "unet" or case.name == "stable-cascade-prior")
+
+REFUSED: dict[str, tuple[frozenset[str], str]] = {
+    "deepcache": (NO_DEEP_PART, "is no UNet"),
+    "text_kv": (NO_TEXT, "no text"),
+}
 """Strategy -> the cases that it refuses, and what the refusal says."""
