@@ -216,7 +216,8 @@ class Dataflow(TorchDispatchMode):
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters, buffers and all other tensors that hang on a module tree: tables, weights that offloading put aside.
 
-    Module attributes are searched through containers and plain objects.
+    Module attributes are searched through containers and plain objects; other mappings may read from disk and are
+    looked at as objects.
     """
     seen: set[int] = set()
     for part in module.modules():
@@ -229,7 +230,7 @@ def _hanging_on(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor
         return
     if isinstance(value, nn.Module) or id(value) in seen or not depth:
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         seen.add(id(value))
         children: Iterable[Any] = list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from cachekit.engine.binding import Key
 from cachekit.engine.conditioning import Conditioning, TensorLeaf
+from cachekit.engine.history import Entry
 from cachekit.engine.sites import Saving
 
 Moving = tuple[tuple[TensorLeaf, ...], ...]
@@ -19,6 +20,9 @@ Moving = tuple[tuple[TensorLeaf, ...], ...]
 
 KEPT = "kept"
 """Where an entry says what its results were made from."""
+
+COPIES = "copies"
+"""Where an entry has the copies of the arguments, so that they count as bytes held."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,6 @@ class Plan:
         self.confirmed: frozenset[str] = frozenset()
         inside = [part for path in self.units for part in denoiser.get_submodule(path).modules()]
         self._modules = [weakref.ref(module) for module in inside]
-        self._weights = [
-            weakref.ref(weight) for module in inside for weight in module._parameters.values() if weight is not None
-        ]
         self._dtypes = self._dtypes_now()
 
     @property
@@ -98,14 +99,31 @@ class Plan:
         return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, TensorLeaf)}
 
     def _dtypes_now(self) -> list[torch.dtype | None]:
-        weights = (reference() for reference in self._weights)
+        modules = (reference() for reference in self._modules)
+        weights = (weight for module in modules if module is not None for weight in module._parameters.values())
         return [None if weight is None else weight.dtype for weight in weights]
 
 
 @dataclass
 class Kept:
-    """What the results in an entry were made from: the plan, the arguments, and the latents and timesteps."""
+    """What the results in an entry were made from: the plan, the arguments, and the latents and timesteps.
+
+    The arguments carry copies: another tensor object on the same memory may have brought other values there.
+    """
 
     plan: Plan
     leaves: dict[str, TensorLeaf]
     moving: Moving
+
+    @classmethod
+    def put(cls, entry: Entry, plan: Plan, leaves: Mapping[str, TensorLeaf], moving: Moving) -> None:
+        """Note in an entry what it was made from."""
+        copied = {name: replace(leaf, copy=leaf.value().clone()) for name, leaf in leaves.items()}
+        entry.passive[KEPT] = cls(plan, copied, moving)
+        entry.passive[COPIES] = [leaf.copy for leaf in copied.values()]
+
+    def refresh(self, leaves: Mapping[str, TensorLeaf]) -> None:
+        """Equal arguments came in other tensors; from now on these are recognised without a comparison."""
+        self.leaves = {
+            name: replace(leaf, copy=self.leaves[name].copy) for name, leaf in leaves.items() if name in self.leaves
+        }

@@ -257,13 +257,14 @@ class TextPass(SitePass):
         moving = () if not self._plan.is_open else self._moving if self._kept is None else self._kept.moving
         if self._reuse:
             assert self._kept is not None
-            self._kept.leaves, self._kept.moving = self._leaves, moving
+            self._kept.refresh(self._leaves)
+            self._kept.moving = moving
             self._context.history.drop([place for place in self._before if _path(place) in wrong])
             return None
         values = self._entry.values.items()
         self._entry.values = {place: value for place, value in values if _path(place) not in wrong}
         if self._entry.values:
-            self._entry.passive[KEPT] = Kept(self._plan, self._leaves, moving if self._usable else self._moving)
+            Kept.put(self._entry, self._plan, self._leaves, moving if self._usable else self._moving)
         return self._entry
 
     def _objection(self) -> str | None:

@@ -16,7 +16,7 @@ from cachekit.engine.discovery import find_attention
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.sites import PassContext, Saving, SitePass
-from cachekit.engine.text_plan import KEPT, Kept, Moving, Plan, Unit
+from cachekit.engine.text_plan import Kept, Moving, Plan, Unit
 
 NOTHING = (
     "nothing constant here: every key and value of attention depends on the latents or the timestep, as in joint "
@@ -131,7 +131,7 @@ class TextTrace(SitePass):
             for key, part in items(found.output):
                 if part is not None:
                     entry.values[found.path, key] = context.storage.keep(part)
-        entry.passive[KEPT] = Kept(plan, plan.leaves(context.conditioning), self._moving)
+        Kept.put(entry, plan, plan.leaves(context.conditioning), self._moving)
         return entry if chosen else None
 
     def _chosen(self) -> list[_Found]:
