@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -49,12 +50,13 @@ def rebuild(template: Any, parts: Mapping[Key, Any]) -> Any:
     """A result of the same form as `template` with its parts replaced."""
     if isinstance(template, Mapping):
         form: Any = type(template)
-        return form({key: parts[key] for key in template})
+        values = {key: parts[key] for key in template}
+        return form(**values) if dataclasses.is_dataclass(form) else form(values)
     if isinstance(template, (tuple, list)):
-        values = [parts[i] for i in range(len(template))]
+        listed = [parts[i] for i in range(len(template))]
         if hasattr(template, "_fields"):
-            return type(template)(*values)
-        return type(template)(values)
+            return type(template)(*listed)
+        return type(template)(listed)
     return parts[None]
 
 

@@ -66,7 +66,7 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
-        Settings("schedule", ck.ScheduleCacheConfig(range(STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
+        Settings("schedule", ck.ScheduleCacheConfig(range(4 * STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
         Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig(), lossless=True),
         Settings("pab", broadcasting(1), broadcasting(3)),
         Settings("deepcache", ck.DeepCacheConfig(1), ck.DeepCacheConfig(3)),
