@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -360,11 +358,3 @@ def test_an_unknown_level_computes_and_says_so() -> None:
 def test_attention_of_own_classes_is_found() -> None:
     assert isinstance(Video().blocks[0].one, Attention)
     assert not isinstance(Video().blocks[0].one, diffusers.models.attention.AttentionModuleMixin)
-
-
-def test_the_python_block_of_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "caches" / "pab.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), {})
