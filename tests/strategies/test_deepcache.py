@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +91,7 @@ def test_centred_steps_are_as_many_as_asked(steps: int, power: float, centre: in
 
 def test_centred_steps_are_dense_around_the_centre() -> None:
     chosen = sorted(centred_steps(50, 10, 15, 1.4))
-    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(chosen)]
     nearest = min(range(len(gaps)), key=lambda i: abs(chosen[i] - 15))
     assert gaps[nearest] == min(gaps)
     assert gaps[-1] > gaps[nearest]
