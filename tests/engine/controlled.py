@@ -101,7 +101,7 @@ def sd_image_prompt() -> DiffusionPipeline:
 
 def sd_perturbed() -> DiffusionPipeline:
     """Stable Diffusion with perturbed-attention guidance."""
-    parts = {**unet.components(), "pag_applied_layers": ["mid"]}
+    parts = {**unet.components(), "pag_applied_layers": ["down"]}
     return quiet(unet.scheduler(seeded(lambda: StableDiffusionPAGPipeline(**parts)), "ddim"))
 
 
@@ -123,6 +123,10 @@ def wan_vace() -> DiffusionPipeline:
 def call(pipe: DiffusionPipeline, steps: int = 8, **options: Any) -> torch.Tensor:
     """One run; latents."""
     options = {"guidance_scale": 1.0, "height": 16, "width": 16, "prompt": "a cat", **options}
-    generator = torch.Generator().manual_seed(0)
-    output = pipe(num_inference_steps=steps, generator=generator, output_type="latent", return_dict=False, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # Stable Diffusion 3 draws the encoded control image without the generator
+        generator = torch.Generator().manual_seed(0)
+        output = pipe(
+            num_inference_steps=steps, generator=generator, output_type="latent", return_dict=False, **options
+        )
     return torch.as_tensor(output[0])

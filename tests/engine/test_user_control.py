@@ -110,7 +110,7 @@ def test_a_real_controlnet_is_cached() -> None:
         pipe = tiny.build()
         with ck.cached(pipe, ONCE):
             tiny.call(pipe, steps=8, guidance=False)
-            assert pattern(pipe).startswith("###...")
+            assert set(pattern(pipe)[1:]) == {"."}
 
 
 def test_controlnet_switched_off_half_way() -> None:

@@ -14,6 +14,7 @@ from diffusers import (
     DiffusionPipeline,
     EulerDiscreteScheduler,
     HeunDiscreteScheduler,
+    LCMScheduler,
     PNDMScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionPipeline,
@@ -28,6 +29,7 @@ SCHEDULERS = {
     "ddim": DDIMScheduler,
     "euler": EulerDiscreteScheduler,
     "heun": HeunDiscreteScheduler,
+    "lcm": LCMScheduler,
     "pndm": PNDMScheduler,
 }
 BLOCKS: dict[str, Any] = {
