@@ -10,6 +10,7 @@ from cachekit.strategies import (
     CacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "SeaCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",
