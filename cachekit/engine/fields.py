@@ -42,7 +42,7 @@ class Channels:
         """From the config of a diffusers model; without one nothing is known."""
         config = getattr(model, "config", None)
         settings = dict(config) if isinstance(config, Mapping) else {}
-        counts = {name: value for name, value in settings.items() if isinstance(value, int) and value > 0}
+        counts = {name: value for name, value in settings.items() if type(value) is int and value > 0}
         last = {value for name, value in counts.items() if _CHANNELS_LAST.fullmatch(name)}
         return cls(
             frozenset(value for name, value in counts.items() if _CHANNELS.fullmatch(name)),

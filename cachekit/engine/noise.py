@@ -45,9 +45,9 @@ def noise_levels(scheduler: Any, timesteps: Sequence[float]) -> NoiseLevels:
     """Noise levels of a diffusers scheduler that has been set up; copies values once.
 
     Known definitions, the first that fits: angles (x = cos(t) signal + sin(t) noise); `sigmas`, taken as they are for
-    flow matching and as the ratio of noise to signal otherwise; amplitudes (`alphas`, `betas` with
-    alphas^2 + betas^2 = 1); `alphas_cumprod` at the timesteps, between which it is interpolated; a function of the
-    timestep (`_alpha_cumprod`); `schedule`, a table of ratios by timestep. Where none fits, the timesteps are scaled.
+    flow matching and as the ratio of noise to signal otherwise; `alphas_cumprod` at the timesteps, between which it is
+    interpolated; amplitudes (`alphas`, `betas` with alphas^2 + betas^2 = 1); a function of the timestep
+    (`_alpha_cumprod`); `schedule`, a table of ratios by timestep. Where none fits, the timesteps are scaled.
     """
     for source, definition in _DEFINITIONS.items():
         values = definition(scheduler, timesteps)
@@ -68,16 +68,18 @@ def _angles(scheduler: Any, timesteps: Sequence[float]) -> Levels:
 
 def _sigmas(scheduler: Any, timesteps: Sequence[float]) -> Levels:
     sigmas = _numbers(scheduler, "sigmas", len(timesteps))
-    if sigmas is None:
+    if sigmas is None or any(hasattr(scheduler, name) for name in _NOT_BY_ENTRY):
         return None
-    between = _numbers(scheduler, "sigmas_interpol", len(timesteps))
-    if between is not None:  # entries of odd number lie between two noise levels
-        sigmas = [between[i] if i % 2 else sigma for i, sigma in enumerate(sigmas)]
     sigmas = sigmas[: len(timesteps)]
     if _is_flow(scheduler, sigmas):
         return sigmas
     data = _setting(scheduler, "sigma_data") or 1.0
     return [_share(data, sigma) for sigma in sigmas]
+
+
+# Schedulers whose sigmas are no noise levels of their entries: every other entry lies between two of them; they count
+# within one of several stages. Their timesteps tell.
+_NOT_BY_ENTRY = ("sigmas_interpol", "sigmas_per_stage")
 
 
 def _is_flow(scheduler: Any, sigmas: Sequence[float]) -> bool:
@@ -124,8 +126,8 @@ def _schedule(scheduler: Any, timesteps: Sequence[float]) -> Levels:
 _DEFINITIONS: dict[str, Callable[[Any, Sequence[float]], Levels]] = {
     "angles": _angles,
     "sigmas": _sigmas,
-    "amplitudes": _amplitudes,
     "alphas_cumprod": _alphas_cumprod,
+    "amplitudes": _amplitudes,
     "alpha_cumprod function": _function,
     "schedule": _schedule,
 }
