@@ -48,13 +48,13 @@ SHAPES = {
 }
 
 
-def found(arguments: dict[str, Any], channels: Channels = Channels(), fetches: list[Tensor] | None = None) -> Any:
+def found(arguments: dict[str, Any], fetches: list[Tensor] | None = None) -> Any:
     def fetch(tensor: Tensor) -> Any:
         if fetches is not None:
             fetches.append(tensor)
         return tensor.tolist()
 
-    return latent_fields(arguments, ("hidden_states",), channels, {}, fetch)
+    return latent_fields(arguments, ("hidden_states",), Channels(), {}, fetch)
 
 
 @pytest.mark.parametrize("name", SHAPES)

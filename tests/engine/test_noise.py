@@ -40,7 +40,13 @@ NEEDS = {
     "LMSDiscreteScheduler": "scipy",
 }
 ARGUMENTS = {
-    "RFD4ProteinaScheduler": {"schedule_mode": "power", "noise_mode": "tan", "tsr_k": 1.0, "tsr_sigma": 1.0, "tail_steps": 0},
+    "RFD4ProteinaScheduler": {
+        "schedule_mode": "power",
+        "noise_mode": "tan",
+        "tsr_k": 1.0,
+        "tsr_sigma": 1.0,
+        "tail_steps": 0,
+    },
     "HeliosScheduler": {"stages": 1},
     "HeliosDMDScheduler": {"stages": 1},
 }
