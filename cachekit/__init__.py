@@ -20,6 +20,7 @@ from cachekit.strategies import (
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
     ScheduleCacheConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
     TextKVCacheConfig,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ProfileMismatchError",
     "PyramidAttentionBroadcastConfig",
     "ScheduleCacheConfig",
+    "SeaCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TextKVCacheConfig",

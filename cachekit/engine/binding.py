@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -51,7 +50,8 @@ def rebuild(template: Any, parts: Mapping[Key, Any]) -> Any:
     if isinstance(template, Mapping):
         form: Any = type(template)
         values = {key: parts[key] for key in template}
-        return form(**values) if dataclasses.is_dataclass(form) else form(values)
+        fields = hasattr(form, "__dataclass_fields__")
+        return form(**values) if fields else form(values)
     if isinstance(template, (tuple, list)):
         listed = [parts[i] for i in range(len(template))]
         if hasattr(template, "_fields"):

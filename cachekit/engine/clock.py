@@ -9,11 +9,13 @@ device. A bare denoiser, or a pipeline whose scheduler stands still, is followed
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from cachekit.engine.levels import LEVELS, timestep_levels
+from cachekit.engine.noise import NoiseLevels, TimeScale, noise_levels
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class View:
         sigma: noise level of the current entry as the scheduler stores it, else None.
         level: noise level on the scale of 0 (clean) to 1000 (noise), whatever scale and direction the timesteps have;
             None when it cannot be told.
+        noise: share of noise in the latents, 0..1, and `noise_source` what told it (see `cachekit.engine.noise`);
+            None where only timesteps are known.
+        scale: how timesteps become noise on a bare denoiser; None until the timestep has changed once.
     """
 
     run: int
@@ -38,37 +43,14 @@ class View:
     timestep: float | None = None
     sigma: float | None = None
     level: float | None = None
+    noise: float | None = None
+    noise_source: str = ""
+    scale: TimeScale | None = None
 
     @property
     def is_last(self) -> bool:
         """True in the last scheduler step."""
         return self.steps is not None and self.step >= self.steps - 1
-
-
-LEVELS = 1000.0
-"""Pure noise on the scale of `View.level`."""
-
-
-def noise_levels(timesteps: Sequence[float], sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]:
-    """Noise level from 0 to 1000 of each entry of a schedule; empty when it cannot be told.
-
-    Timesteps that count from 0 to 1 or to `num_train_timesteps` say it themselves (flow matching: 1000 sigma). Others
-    (the logarithm of sigma, for example) take it from sigma, as the share sigma / (1 + sigma) of the noise.
-
-    Args:
-        timesteps: the entries.
-        sigmas: noise levels as the scheduler stores them, if it does.
-        config: the scheduler's config; with `invert_sigmas` its timesteps rise towards the clean image.
-    """
-    trained = float(config.get("num_train_timesteps") or LEVELS)
-    lowest, highest = min(timesteps), max(timesteps)
-    if lowest >= 0 and highest <= 1:
-        levels = [LEVELS * value for value in timesteps]
-    elif lowest >= 0 and 2 < highest <= trained:
-        levels = [LEVELS * value / trained for value in timesteps]
-    else:
-        levels = [LEVELS * sigma / (1 + sigma) for sigma in sigmas]
-    return [LEVELS - level for level in levels] if config.get("invert_sigmas") else levels
 
 
 @dataclass
@@ -81,6 +63,7 @@ class SchedulerClock:
     _values: list[float] = field(default_factory=list)
     _sigmas: list[float] = field(default_factory=list)
     _levels: list[float] = field(default_factory=list)
+    _noise: NoiseLevels = field(default_factory=lambda: NoiseLevels((), ""))
     _index: int = 0
     _start: int | None = None
     _provisional: bool = False
@@ -115,6 +98,8 @@ class SchedulerClock:
             timestep=self._values[index] if index < len(self._values) else None,
             sigma=self._sigmas[index] if index < len(self._sigmas) else None,
             level=self._levels[index] if index < len(self._levels) else None,
+            noise=self._noise.values[index] if index < len(self._noise.values) else None,
+            noise_source=self._noise.source,
         )
 
     def changed(self, scheduler: Any) -> bool:
@@ -132,7 +117,8 @@ class SchedulerClock:
         sigmas = getattr(scheduler, "sigmas", None)
         is_tensor = isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1
         self._sigmas = sigmas.detach().float().tolist() if is_tensor and sigmas is not None else []
-        self._levels = noise_levels(self._values, self._sigmas, getattr(scheduler, "config", {}))
+        self._levels = timestep_levels(self._values, self._sigmas, getattr(scheduler, "config", {}))
+        self._noise = noise_levels(scheduler, self._values)
         self._index = 0
         self._start = None
         self._provisional = False
@@ -174,6 +160,7 @@ class BareClock:
     run: int = -1
     step: int = 0
     _value: float | None = None
+    _top: float = 0.0
     _direction: int = 0
     _seen: set[str] = field(default_factory=set)
     _aborted: bool = False
@@ -198,7 +185,9 @@ class BareClock:
                 self._advance(value)
         elif branch in self._seen:
             self._advance(value)
-        return View(self.run, self.step, None, "timestep", timestep=value, level=self._level(value))
+        self._top = max(self._top, value or 0.0)
+        scale = TimeScale(self._top, self._direction > 0) if self._direction else None
+        return View(self.run, self.step, None, "timestep", timestep=value, level=self._level(value), scale=scale)
 
     def _level(self, value: float | None) -> float | None:
         """Noise level of a timestep: a run that never exceeds 1 counts from 0 to 1, one that rises ends clean."""
@@ -228,6 +217,7 @@ class BareClock:
         self.run += 1
         self.step, self._value, self._direction, self._seen, self._aborted = 0, value, 0, set(), False
         self._highest = 0.0
+        self._top = value or 0.0
 
     def _advance(self, value: float | None) -> None:
         self.step += 1

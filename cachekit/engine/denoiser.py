@@ -314,12 +314,16 @@ class DenoiserEngine:
         if rule.observe is not None:
             item.reason = CALIBRATION_REASON
             return False
-        context = GateContext(call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry)
+        context = GateContext(
+            call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry, item.fetch
+        )
         objection = call.forced or objection or rule.guards.objection(call.view, state.history, state.consecutive)
         if objection is None:
             verdict = rule.gate.decide(context)
             state.carry = verdict.carry
             item.score, item.reason = verdict.score, verdict.reason
+            if verdict.note:
+                item.part.member.note(call.run.stats_of(item.part.member), verdict.note)
             item.reused = verdict.reuse and verdict.is_sound
             if not verdict.is_sound:
                 item.reason = "the score is not a finite number"

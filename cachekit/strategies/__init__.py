@@ -15,6 +15,7 @@ from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
 from cachekit.strategies.schedule import ScheduleCacheConfig
+from cachekit.strategies.seacache import SeaCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 from cachekit.strategies.text_kv import TextKVCacheConfig
 
@@ -26,6 +27,7 @@ __all__ = [
     "MagCacheConfig",
     "PyramidAttentionBroadcastConfig",
     "ScheduleCacheConfig",
+    "SeaCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
     "TextKVCacheConfig",

@@ -9,7 +9,8 @@ import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import cachekit as ck
-from cachekit.engine.clock import BareClock, View, noise_levels
+from cachekit.engine.clock import BareClock, View
+from cachekit.engine.levels import timestep_levels
 from cachekit.engine.rules import GateContext, Guards, Rule, StackSpec, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Reuse
@@ -118,7 +119,7 @@ def test_levels_that_cannot_be_told() -> None:
     assert clock.read(None, None).level is None
     assert clock.read(-0.5, None).level is None
     assert BareClock().read(80_000.0, None).level is None
-    assert noise_levels([1.57, 0.8], [], {}) == []
+    assert timestep_levels([1.57, 0.8], [], {}) == []
 
 
 def test_a_new_bare_run_forgets_the_scale() -> None:
