@@ -8,6 +8,7 @@ from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, Con
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "CacheKitError",
     "CacheWarning",
     "ConfigError",
+    "FasterCacheConfig",
     "FirstBlockCacheConfig",
     "Handle",
     "MagCacheConfig",

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from cachekit.engine.discovery import find_block_lists, find_unet, latent_names, unwrap
+from cachekit.engine.guidance_site import GuidanceSite
 from cachekit.engine.modules_site import ModulesSite
-from cachekit.engine.rules import ModulesSpec, StackSpec
+from cachekit.engine.rules import GuidanceSpec, ModulesSpec, StackSpec
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
 from cachekit.errors import UnsupportedModelError
@@ -30,6 +31,11 @@ def attach(spec: Any, denoiser: nn.Module) -> Site:
 def _(spec: ModulesSpec, denoiser: nn.Module) -> Site:
     refuse_compiled_parents(denoiser, (*spec.modules, *spec.zeroed))
     return ModulesSite(spec, denoiser)
+
+
+@attach.register
+def _(spec: GuidanceSpec, denoiser: nn.Module) -> Site:
+    return GuidanceSite(latent_names(denoiser))
 
 
 @attach.register

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from cachekit.engine import observers
 from cachekit.engine.binding import bind, tensors_in
 from cachekit.engine.branches import Match
 from cachekit.engine.discovery import unwrap
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.member import Member, Part
 from cachekit.engine.own_cache import fills_own_cache
@@ -214,7 +216,7 @@ class DenoiserEngine:
         self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[tuple[PartCall, Any]]]:
         """The forward pass with a pass of every site around it, and what each of them computed."""
-        call.parts = {}
+        call.parts, call.facts = {}, CallFacts()
         forward = inner
         try:
             for part in self._parts:
@@ -245,6 +247,11 @@ class DenoiserEngine:
             signature=call.signature,
             read=item.read,
             others=partial(call.run.newest_of, part, call.branch),
+            facts=call.facts,
+            foresee=partial(self._foresee, call, item),
+            unwatched=partial(_unwatched, call),
+            note=lambda text: part.member.note(call.run.stats_of(part.member), text),
+            branches=self._tracker.branches,
         )
         item.site_pass = part.site.begin(call.branch, context)
         return item
@@ -276,19 +283,31 @@ class DenoiserEngine:
             )
         member.note(call.run.stats_of(member), text)
 
-    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
+    def _foresee(self, call: Call, item: PartCall, branch: str) -> None:
+        """Ask the gate for another branch, without a record of it."""
+        rule, state = item.part.rule, call.run.state_of(item.part, branch)
+        if rule.guards.objection(call.view, state.history, state.consecutive) is None:
+            context = GateContext(call.view, branch, state.history, None, item.read, call.arguments, state.carry)
+            verdict = rule.gate.decide(context)
+            call.facts.refreshes |= verdict.refreshes and not verdict.reuse
+
+    def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None) -> bool:
         rule, state = item.part.rule, item.state
         item.reused, item.score = False, None
         if rule.observe is not None:
             item.reason = CALIBRATION_REASON
             return False
-        context = GateContext(call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry)
-        objection = call.forced or rule.guards.objection(call.view, state.history, state.consecutive)
+        refreshes = call.facts.refreshes
+        context = GateContext(
+            call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry, refreshes
+        )
+        objection = call.forced or objection or rule.guards.objection(call.view, state.history, state.consecutive)
         if objection is None:
             verdict = rule.gate.decide(context)
             state.carry = verdict.carry
             item.score, item.reason = verdict.score, verdict.reason
             item.reused = verdict.reuse and verdict.is_sound
+            call.facts.refreshes |= verdict.refreshes and not item.reused
             if not verdict.is_sound:
                 item.reason = "the score is not a finite number"
                 item.part.member.note(call.run.stats_of(item.part.member), item.reason)
@@ -412,3 +431,13 @@ class DenoiserEngine:
 
 def _around(site_pass: SitePass, inner: Inner, *args: Any, **kwargs: Any) -> Any:
     return site_pass.around(inner, args, kwargs)
+
+
+@contextmanager
+def _unwatched(call: Call) -> Iterator[None]:
+    """The model runs for a site's own purposes: no site sees it."""
+    parts, call.parts = call.parts, {}
+    try:
+        yield
+    finally:
+        call.parts = parts

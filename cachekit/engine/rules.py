@@ -25,6 +25,7 @@ class GateContext:
         read: reads one number back from the device; counted in the statistics.
         arguments: arguments of the denoiser call by name.
         carry: what the gate handed over in the last call of this branch; None when what was kept has been let go.
+        refreshes: True when a rule further out computes in this call what it predicts later calls from.
     """
 
     now: View
@@ -34,19 +35,22 @@ class GateContext:
     read: Callable[[torch.Tensor], float]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     carry: Any = None
+    refreshes: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A gate's answer. A score that is not a finite number always means compute.
 
-    `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held).
+    `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held). `refreshes` says
+    of a computation that later calls are predicted from it, so that rules further in had better compute as well.
     """
 
     reuse: bool
     score: float | None = None
     reason: str = ""
     carry: Any = None
+    refreshes: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -77,6 +81,15 @@ class Predictor(Protocol):
     def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], now: View) -> torch.Tensor:
         """Prediction for the step `now` from results at `steps` (newest first, at least one)."""
         ...
+
+
+@runtime_checkable
+class PlacedPredictor(Protocol):
+    """A predictor that has to know the place; sites ask `predict_at` then instead of `predict`."""
+
+    def predict_at(
+        self, place: Any, steps: Sequence[int], values: Sequence[torch.Tensor], now: View
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,13 @@ class ModulesSpec:
 
 
 @dataclass(frozen=True)
+class GuidanceSpec:
+    """Site: the branch of a guidance pair that is called second, or the unconditional half of a doubled batch."""
+
+    place: ClassVar[str] = "the unconditional branch"
+
+
+@dataclass(frozen=True)
 class Rule:
     """A strategy, or one of the rules that it consists of, taken apart.
 
@@ -148,7 +168,7 @@ class Rule:
     how calibration listens.
     """
 
-    site: StackSpec | ModulesSpec
+    site: StackSpec | ModulesSpec | GuidanceSpec
     gate: Gate
     predictor: Predictor
     guards: Guards = field(default_factory=Guards)

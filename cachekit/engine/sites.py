@@ -7,22 +7,33 @@ of that call: it records what is computed, or answers in their place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from cachekit.engine.binding import Key, is_floating, items, rebuild
 from cachekit.engine.clock import View
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.history import Entry, History, Storage
 from cachekit.engine.hooks import Hook, Inner
-from cachekit.engine.rules import Predictor
+from cachekit.engine.rules import PlacedPredictor, Predictor
 
 
 class StructureChangedError(Exception):
     """A reuse met other calls or shapes than the last computed call had; this call has to be computed after all."""
+
+
+class Decide(Protocol):
+    """Asks guards and gate, once a pass; True means reuse.
+
+    `signal` is the probe's residual where there is one; an `objection` is the site's own reason to compute.
+    """
+
+    def __call__(self, signal: torch.Tensor | None, objection: str | None = None) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,18 @@ class PassContext:
         history: results of this site and branch.
         predictor: what answers for skipped work.
         storage: how results are kept.
-        decide: asks guards and gate, once a pass; takes the probe's residual where there is one. True means reuse.
+        decide: asks guards and gate, once a pass.
         arguments: arguments of the denoiser call by name.
         sources: the latents of this call, for tracing.
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
         others: other branch -> what this site kept of its newest computed call.
+        facts: what the sites of this call tell one another.
+        foresee: tells `facts` whether the gate will have another branch computed in this step, so that more is
+            predicted from it.
+        unwatched: while it is entered, no site sees what the model runs.
+        note: something is to be known about this run.
+        branches: names of the guidance branches as the user gave them, in the order of their calls.
     """
 
     now: View
@@ -48,19 +65,27 @@ class PassContext:
     history: History
     predictor: Predictor
     storage: Storage
-    decide: Callable[[torch.Tensor | None], bool]
+    decide: Decide
     arguments: Mapping[str, Any]
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
     read: Callable[[torch.Tensor], float]
     others: Callable[[], Mapping[str, Entry]] = dict
+    facts: CallFacts = field(default_factory=CallFacts)
+    foresee: Callable[[str], None] = lambda branch: None
+    unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+    note: Callable[[str], None] = lambda text: None
+    branches: Sequence[str] | None = None
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
-        steps, values = self.history.values(place)
+        steps, values = self.history.values(place, self.facts.runs)
         if not values:
             return None
-        prediction = self.predictor.predict(steps, values, self.now)
+        if isinstance(self.predictor, PlacedPredictor):
+            prediction = self.predictor.predict_at(place, steps, values, self.now)
+        else:
+            prediction = self.predictor.predict(steps, values, self.now)
         if like is not None:
             return prediction.to(device=like.device, dtype=like.dtype)
         # Handed to the model as it is: code that writes into it must not reach what is kept.
@@ -97,9 +122,13 @@ class SitePass:
 
 
 class Site:
-    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards."""
+    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards.
+
+    `joins_branches` is True when what one branch keeps is used by another in the same step.
+    """
 
     rank = 0
+    joins_branches = False
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []

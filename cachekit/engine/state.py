@@ -11,6 +11,7 @@ import torch
 from cachekit.engine.binding import tensors_in
 from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.history import Entry, History
 from cachekit.engine.member import Member, Part
 from cachekit.engine.sites import SitePass
@@ -101,9 +102,11 @@ class RunState:
     def last_step(self) -> None:
         """The scheduler's last step: give back what no later call of this run can use."""
         self.book.last_step()
-        for branch in self.book.branches:
-            if branch.is_over:
-                self.forget(branch.name)
+        over = {branch.name for branch in self.book.branches if branch.is_over}
+        all_over = len(over) == len(self.book.branches)
+        for (part, name), state in self._states.items():
+            if name in over and (all_over or not part.site.joins_branches):
+                state.forget()
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
@@ -151,6 +154,7 @@ class Call:
     forced: str | None = None
     parts: dict[Part, PartCall] = field(default_factory=dict)
     own_seconds: float = 0.0
+    facts: CallFacts = field(default_factory=CallFacts)
 
     def of(self, member: Member) -> Iterator[PartCall]:
         """What the rules of one strategy do in this call."""

@@ -10,6 +10,7 @@ from cachekit.strategies.base import (
     to_config,
 )
 from cachekit.strategies.combination import conflict
+from cachekit.strategies.fastercache import FasterCacheConfig
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
@@ -18,6 +19,7 @@ from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 __all__ = [
     "FLUX_MAG_RATIOS",
     "CacheConfig",
+    "FasterCacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
     "PyramidAttentionBroadcastConfig",
