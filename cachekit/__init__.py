@@ -1,10 +1,17 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
-from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
+from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
-from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
+from cachekit.errors import (
+    CacheConflictError,
+    CacheKitError,
+    CacheWarning,
+    ConfigError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
@@ -12,6 +19,7 @@ from cachekit.strategies import (
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    ScheduleCacheConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -29,7 +37,10 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "Profile",
+    "ProfileMismatchError",
     "PyramidAttentionBroadcastConfig",
+    "ScheduleCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",
@@ -37,6 +48,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "cached",
+    "calibrate",
     "calibrate_magnitudes",
     "disable_cache",
     "enable_cache",

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from cachekit.engine.binding import Path, fill_tensors, replace_tensors
 from cachekit.engine.conditioning import TensorLeaf
 from cachekit.engine.guidance import PipelineGuidance, conditional_half, partner_of
-from cachekit.engine.halves import Half, Path, Way, halves_of, joined, parts_of, ways, with_parts
+from cachekit.engine.halves import Half, Way, halves_of, joined, parts_of, ways
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.planes import Planes, planes_of
@@ -113,7 +114,7 @@ class SecondCall(SitePass):
     def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reuse:
             assert self._kept is not None
-            return with_parts(self._kept.passive[_FORM], self._answer)
+            return fill_tensors(self._kept.passive[_FORM], self._answer)
         output = inner(*args, **kwargs)
         self._learn(output)
         return output
@@ -121,9 +122,10 @@ class SecondCall(SitePass):
     def finish(self) -> Entry | None:
         return None if self._reuse else self._entry
 
-    def _answer(self, path: Path, form: torch.Tensor) -> torch.Tensor:
-        first = self._first.values[_OUTPUT, path]
-        return _predicted(self._context, path, first).to(form.dtype)
+    def _answer(self, form: Any, path: Path) -> torch.Tensor:
+        if isinstance(form, torch.Tensor):
+            return form.clone()
+        return _predicted(self._context, path, self._first.values[_OUTPUT, path]).to(form)
 
     def _learn(self, output: Any) -> None:
         parts = parts_of(output)
@@ -131,7 +133,7 @@ class SecondCall(SitePass):
         if not pairs or any(first is None or first.shape != part.shape for first, part in pairs.values()):
             return
         self._entry.passive[_SINCE] = self._first.passive[_SINCE]
-        self._entry.passive[_FORM] = with_parts(output, lambda path, part: part.new_zeros(()).expand(part.shape))
+        self._entry.passive[_FORM] = replace_tensors(output, _without_values)
         _keep_differences(self._entry, pairs, self._kept, PipelineGuidance.now, self._context)
 
 
@@ -278,6 +280,10 @@ class DoubledCall(SitePass):
         rounding = _ROUNDING * torch.finfo(found.dtype).eps * torch.linalg.vector_norm(wanted)
         allowed = _TOLERANCE * torch.linalg.vector_norm(wanted - other) + rounding
         return bool(self._context.read(torch.linalg.vector_norm(found.float() - wanted) <= allowed))
+
+
+def _without_values(tensor: torch.Tensor, path: Path) -> Any:
+    return tensor.dtype if tensor.is_floating_point() else tensor.detach().clone()
 
 
 @contextmanager

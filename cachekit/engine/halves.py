@@ -8,15 +8,14 @@ whoever uses one has to try it on the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from cachekit.engine.binding import Key, is_floating, items, rebuild
+from cachekit.engine.binding import Path, is_floating, items, rebuild
 
-Path = tuple[Key, ...]
 T = TypeVar("T")
 
 _MOST_WAYS = 12
@@ -157,17 +156,6 @@ def _parts(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, torch.Ten
     elif isinstance(value, (Mapping, list, tuple)) and depth:
         for key, item in items(value):
             yield from _parts(item, (*path, key), depth - 1)
-
-
-def with_parts(output: Any, make: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
-    """A result of the same form with every floating tensor replaced by `make(place, tensor)`, other tensors copied."""
-    if is_floating(output):
-        return make(path, output)
-    if isinstance(output, torch.Tensor):
-        return output.clone()
-    if isinstance(output, (Mapping, list, tuple)) and len(path) < _DEPTH:
-        return rebuild(output, {key: with_parts(item, make, (*path, key)) for key, item in items(output)})
-    return output
 
 
 def halves_of(output: Any, rows: int, listed: bool) -> dict[Path, tuple[torch.Tensor, torch.Tensor]]:

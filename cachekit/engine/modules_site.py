@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cachekit.engine.binding import rebuild
+from cachekit.engine.binding import Key, is_floating, rebuild, tensors_in
 from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.rules import ModulesSpec
@@ -52,13 +54,13 @@ class ModulesPass(SitePass):
         count = self._calls.get(path, 0)
         self._calls[path] = count + 1
         if self._reuse:
-            answer = self._answer(path, count)
+            answer = self._answer(path, count, _inputs(args, kwargs))
             if answer is not None:
                 self._answered += 1
                 return answer
         output = inner(*args, **kwargs)
         if not self._reuse:
-            self._keep(path, count, zeroed, output)
+            self._keep(path, count, zeroed, output, _inputs(args, kwargs))
         return output
 
     def finish(self) -> Entry | None:
@@ -69,31 +71,63 @@ class ModulesPass(SitePass):
             raise StructureChangedError
         return None
 
-    def _keep(self, path: str, count: int, zeroed: bool, output: Any) -> None:
+    def _keep(self, path: str, count: int, zeroed: bool, output: Any, inputs: Sequence[torch.Tensor]) -> None:
         parts = floating_parts(output)
         form = kept_form(output, {} if zeroed else parts, storage_free=zeroed)
-        self._entry.passive[path, count] = form
+        origins = {key: _Origin.of(part, inputs) for key, part in parts.items()}
+        self._entry.passive[path, count] = _Kept(form, origins)
         if not zeroed:
             for key, part in parts.items():
                 kept = part if self._context.facts.keeps is None else self._context.facts.keeps.take(part)
                 self._entry.values[path, count, key] = self._context.storage.keep(kept.detach().clone())
 
-    def _answer(self, path: str, count: int) -> Any | None:
+    def _answer(self, path: str, count: int, inputs: Sequence[torch.Tensor]) -> Any | None:
         newest = self._context.history.newest
-        if newest is None or (path, count) not in newest.passive:
+        kept: _Kept | None = None if newest is None else newest.passive.get((path, count))
+        if newest is None or kept is None:
             return None
-        form = newest.passive[path, count]
-        predicted: dict[Any, torch.Tensor | None] = {
-            place[2]: self._context.predict(place)  # type: ignore[index]
-            for place in newest.values
-            if place[:2] == (path, count)  # type: ignore[index]
-        }
-        if form is None:
-            return predicted[None]
-        return _filled(form, predicted)
+        predicted: dict[Key, torch.Tensor] = {}
+        for key, origin in kept.origins.items():
+            if (path, count, key) in newest.values:
+                prediction = self._context.predict((path, count, key))
+                if prediction is None or not origin.still_holds(prediction, inputs):
+                    raise StructureChangedError
+                predicted[key] = prediction.to(device=origin.device, dtype=origin.dtype)
+        return predicted[None] if kept.form is None else _filled(kept.form, predicted)
 
 
-def _filled(form: Any, predicted: dict[Any, torch.Tensor | None]) -> Any:
+@dataclass(frozen=True)
+class _Origin:
+    """Where a predicted part came from: its dtype and device, and which input had the same shape (None: no one)."""
+
+    dtype: torch.dtype
+    device: torch.device
+    alike: int | None
+
+    @classmethod
+    def of(cls, part: torch.Tensor, inputs: Sequence[torch.Tensor]) -> _Origin:
+        alike = next((index for index, tensor in enumerate(inputs) if tensor.shape == part.shape), None)
+        return cls(part.dtype, part.device, alike)
+
+    def still_holds(self, prediction: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+        """False when the input that had the shape of the result has another one now."""
+        if self.alike is None:
+            return True
+        return self.alike < len(inputs) and inputs[self.alike].shape == prediction.shape
+
+
+class _Kept(NamedTuple):
+    """What is remembered of one module call besides its values; a tuple, so that tensors in it are counted."""
+
+    form: Any
+    origins: dict[Key, _Origin]
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if is_floating(tensor)]
+
+
+def _filled(form: Any, predicted: dict[Key, torch.Tensor]) -> Any:
     if isinstance(form, torch.Tensor):
         return form.clone()
     parts = {

@@ -160,6 +160,16 @@ class GuidanceSpec:
 
 
 @dataclass(frozen=True)
+class DenoiserSpec:
+    """Site: the whole denoiser. Nothing is looked for or hooked inside."""
+
+    place: ClassVar[str] = "the whole denoiser"
+
+
+Spec = StackSpec | ModulesSpec | GuidanceSpec | DenoiserSpec
+
+
+@dataclass(frozen=True)
 class Rule:
     """A strategy, or one of the rules that it consists of, taken apart.
 
@@ -168,7 +178,7 @@ class Rule:
     how calibration listens.
     """
 
-    site: StackSpec | ModulesSpec | GuidanceSpec
+    site: Spec
     gate: Gate
     predictor: Predictor
     guards: Guards = field(default_factory=Guards)

@@ -14,6 +14,7 @@ from cachekit.strategies.fastercache import FasterCacheConfig
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
+from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "FirstBlockCacheConfig",
     "MagCacheConfig",
     "PyramidAttentionBroadcastConfig",
+    "ScheduleCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
     "conflict",

@@ -109,7 +109,15 @@ def _from_diffusers(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@strategy("pab", PyramidAttentionBroadcastConfig, translate=_from_diffusers)
+def _examples() -> dict[str, CacheConfig]:
+    return {
+        "": PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2),
+        "temporal": PyramidAttentionBroadcastConfig(temporal_attention_block_skip_range=4),
+        "cross": PyramidAttentionBroadcastConfig(cross_attention_block_skip_range=6),
+    }
+
+
+@strategy("pab", PyramidAttentionBroadcastConfig, translate=_from_diffusers, examples=_examples)
 def pab(config: PyramidAttentionBroadcastConfig, denoiser: nn.Module) -> list[Rule]:
     """One rule for each type of attention: fixed interval inside the window, last output."""
     return [
