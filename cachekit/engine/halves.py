@@ -8,9 +8,10 @@ whoever uses one has to try it on the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -83,7 +84,16 @@ class Way:
         return half.take(value, int(action))
 
 
-def ways(arguments: Mapping[str, Any], rows: int, certain: Collection[str]) -> tuple[Hashable, list[Way]]:
+class _Question(NamedTuple):
+    """What can be done at a place, the most likely first, and how unlikely it is that the first one is wrong."""
+
+    choices: tuple[Action, ...]
+    surety: int = 1
+
+
+def ways(
+    arguments: Mapping[str, Any], rows: int, certain: Collection[str]
+) -> tuple[Hashable, Callable[[], Iterator[Way]]]:
     """How the arguments of a call on `rows` samples may be halved.
 
     Args:
@@ -92,57 +102,65 @@ def ways(arguments: Mapping[str, Any], rows: int, certain: Collection[str]) -> t
         certain: names of arguments that are known to hold the batch.
 
     Returns:
-        A key that is the same for calls with the same question, and the guesses, the most likely first.
+        A key that is the same for calls with the same question, and what makes the guesses, the most likely first.
     """
-    options: dict[Path, tuple[Action, ...]] = {}
+    questions: dict[Path, _Question] = {}
     for name, value in arguments.items():
         if name in certain and value is not None:
-            options[(name,)] = (_LIST if isinstance(value, list) else 0,)
+            questions[(name,)] = _Question((_LIST if isinstance(value, list) else 0,))
         else:
-            _collect((name,), value, rows, options, _DEPTH)
-    groups: dict[Hashable, list[Path]] = {}
-    for path, choices in options.items():
-        groups.setdefault((path[0], len(path), choices), []).append(path)
-    open_groups = [paths for paths in groups.values() if len(options[paths[0]]) > 1]
-    fixed = {path: choices[0] for path, choices in options.items()}
-    orders = sorted(itertools.product(*[range(len(options[paths[0]])) for paths in open_groups]), key=sum)
-    found = []
-    for picks in orders[:_MOST_WAYS]:
-        actions = dict(fixed)
-        for pick, paths in zip(picks, open_groups, strict=True):
-            actions.update({path: options[path][pick] for path in paths})
-        found.append(Way({path: action for path, action in actions.items() if action != _WHOLE}))
-    return tuple(groups), found
+            _ask((name,), value, rows, questions, _DEPTH)
+    groups: dict[tuple[Any, int, _Question], list[Path]] = {}
+    for path, question in questions.items():
+        groups.setdefault((path[0], len(path), question), []).append(path)
+    return tuple(groups), partial(_guesses, groups)
 
 
-def _collect(path: Path, value: Any, rows: int, options: dict[Path, tuple[Action, ...]], depth: int) -> None:
+def _guesses(groups: Mapping[tuple[Any, int, _Question], list[Path]]) -> Iterator[Way]:
+    """The likeliest way first; then those that do something else at up to three places, the least sure ones first."""
+    likely = {path: question.choices[0] for (_, _, question), paths in groups.items() for path in paths}
+    changes = [
+        (position * question.surety, paths, action)
+        for (_, _, question), paths in groups.items()
+        for position, action in enumerate(question.choices)
+        if position
+    ]
+    chosen = [combination for count in range(4) for combination in itertools.combinations(changes, count)]
+    for combination in sorted(chosen, key=lambda items: sum(item[0] for item in items))[:_MOST_WAYS]:
+        actions = {**likely, **{path: action for _, paths, action in combination for path in paths}}
+        yield Way({path: action for path, action in actions.items() if action != _WHOLE})
+
+
+def _ask(path: Path, value: Any, rows: int, questions: dict[Path, _Question], depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        options[path] = _axes(value, rows)
+        questions[path] = _axes(value, rows)
     elif isinstance(value, Mapping) and depth:
-        options[path] = (_EACH,)
+        questions[path] = _Question((_EACH,))
         for key, item in value.items():
-            _collect((*path, key), item, rows, options, depth - 1)
+            _ask((*path, key), item, rows, questions, depth - 1)
     elif isinstance(value, (list, tuple)) and depth:
-        inner = [(*path, index) for index in range(len(value))]
-        for place, item in zip(inner, value, strict=True):
-            _collect(place, item, rows, options, depth - 1)
-        batched = [item for item in value if isinstance(item, torch.Tensor) and item.ndim and item.shape[0] == rows]
+        for index, item in enumerate(value):
+            _ask((*path, index), item, rows, questions, depth - 1)
+        batched = any(isinstance(item, torch.Tensor) and item.ndim and item.shape[0] == rows for item in value)
         if len(value) != rows:
-            options[path] = (_EACH,)
-        elif batched or isinstance(value, tuple):
-            options[path] = (_EACH, _LIST)
+            questions[path] = _Question((_EACH,))
         else:
-            options[path] = (_LIST, _EACH)
+            likely_each = batched or isinstance(value, tuple)
+            questions[path] = _Question((_EACH, _LIST) if likely_each else (_LIST, _EACH))
 
 
-def _axes(tensor: torch.Tensor, rows: int) -> tuple[Action, ...]:
-    """The batch stands first, or first together with something else (frames), or (lists of layers) second."""
+def _axes(tensor: torch.Tensor, rows: int) -> _Question:
+    """The batch stands first, or first together with something else (frames), or (lists of layers) second.
+
+    Counts and position ids are what is easily mistaken for a batch.
+    """
     if not tensor.ndim:
-        return (_WHOLE,)
+        return _Question((_WHOLE,))
     if tensor.shape[0] == rows:
-        return (0, _WHOLE)
+        surety = 1 if tensor.ndim == 1 and not tensor.is_floating_point() else min(tensor.ndim + 1, 5)
+        return _Question((0, _WHOLE), surety)
     second: tuple[Action, ...] = (1,) if tensor.ndim > 1 and tensor.shape[1] == rows else ()
-    return (_WHOLE, 0, *second) if tensor.shape[0] % rows == 0 else (_WHOLE, *second)
+    return _Question((_WHOLE, 0, *second) if tensor.shape[0] % rows == 0 else (_WHOLE, *second))
 
 
 def parts_of(output: Any, depth: int = _DEPTH) -> dict[Path, torch.Tensor]:
