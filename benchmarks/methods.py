@@ -85,6 +85,9 @@ def our_methods(
         )
         for interval, warmup in ((2, 1), (3, 1), (4, 1), (5, 1), (7, 1))
     ]
+    found += [
+        ours("pab", f"range {skips}", steps, cachekit.PyramidAttentionBroadcastConfig(skips)) for skips in (2, 3, 4, 6)
+    ]
     return found
 
 

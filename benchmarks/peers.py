@@ -63,7 +63,25 @@ def diffusers_methods(steps: int, ratios: cachekit.MagnitudeRatios) -> list[Meth
         for lite in (False, True)
         for interval in (2, 3, 4, 5, 7)
     ]
-    return found
+    return [*found, *(_broadcast(steps, skips) for skips in (2, 3, 4, 6))]
+
+
+def _broadcast(steps: int, skips: int) -> Method:
+    """diffusers' PAB, which has to be told the timestep."""
+    from diffusers.hooks import PyramidAttentionBroadcastConfig
+
+    @contextmanager
+    def enable(pipe: Any) -> Iterator[None]:
+        def timestep() -> Any:
+            return pipe.current_timestep
+
+        pipe.transformer.enable_cache(PyramidAttentionBroadcastConfig(skips, current_timestep_callback=timestep))
+        try:
+            yield
+        finally:
+            pipe.transformer.disable_cache()
+
+    return Method("diffusers pab", f"range {skips}", steps, enable, peer=True, project="diffusers")
 
 
 def cache_dit_methods(steps: int) -> list[Method]:

@@ -37,7 +37,9 @@ def test_class_by_name() -> None:
     assert found["parameters"] > 10**10
     names = [entry["name"] for entry in found["strategies"]]
     assert {"first_block", "magcache", "taylorseer", "taylorseer (attention)"} <= set(names)
-    assert all(entry["site"] and not entry["reason"] for entry in found["strategies"])
+    refused = {entry["name"]: entry["reason"] for entry in found["strategies"] if not entry["site"]}
+    assert set(refused) <= {"pab (temporal)", "pab (cross)"}
+    assert all("it has spatial" in reason for reason in refused.values())
 
 
 def test_unet_by_name() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import cachekit as ck
 from cachekit.engine.clock import BareClock, View, noise_levels
@@ -14,11 +14,10 @@ from cachekit.engine.rules import GateContext, Guards, Rule, StackSpec, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Reuse
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import Stack, ToyPipeline, bare_loop
 from .test_clock import NAMES, scheduler
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 SEEN: list[View] = []
 
 
@@ -59,6 +58,23 @@ def test_every_scheduler_goes_from_noise_to_clean(name: str) -> None:
     assert 850 < found[0] <= 1000
     assert 0 <= found[-1] < 350
     assert found == sorted(found, reverse=True)
+
+
+def test_logarithms_of_sigma_are_told_by_sigma() -> None:
+    """Stable Video Diffusion's timesteps are log(sigma) / 4."""
+    euler = EulerDiscreteScheduler(
+        timestep_type="continuous",
+        prediction_type="v_prediction",
+        use_karras_sigmas=True,
+        sigma_max=700,
+        sigma_min=0.002,
+    )
+    pipe = ToyPipeline(Stack(2), euler)
+    with ck.cached(pipe, WatchConfig()):
+        pipe(6)
+    sigmas = euler.sigmas[:-1]
+    assert float(euler.timesteps.min()) < 0
+    assert levels() == pytest.approx((1000 * sigmas / (1 + sigmas)).tolist(), rel=1e-4)
 
 
 def test_flow_matching_with_a_shift_counts_its_sigma() -> None:
