@@ -18,9 +18,10 @@ from cachekit.engine.discovery import (
     timestep_names,
     unwrap,
 )
+from cachekit.engine.guidance_site import GuidanceSite
 from cachekit.engine.hooks import compiled_parent, is_compiled
 from cachekit.engine.modules_site import ModulesSite
-from cachekit.engine.rules import DenoiserSpec, ModulesSpec, StackSpec, TextSpec
+from cachekit.engine.rules import DenoiserSpec, GuidanceSpec, ModulesSpec, StackSpec, TextSpec
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
 from cachekit.engine.text_site import TextSite, inside_attention
@@ -64,6 +65,11 @@ def _(spec: TextSpec, denoiser: nn.Module) -> Site:
         )
     refuse_compiled_parents(denoiser, inside_attention(denoiser))
     return TextSite(spec, denoiser)
+
+
+@attach.register
+def _(spec: GuidanceSpec, denoiser: nn.Module) -> Site:
+    return GuidanceSite(latent_names(denoiser))
 
 
 @attach.register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -49,9 +50,8 @@ def rebuild(template: Any, parts: Mapping[Key, Any]) -> Any:
     """A result of the same form as `template` with its parts replaced."""
     if isinstance(template, Mapping):
         form: Any = type(template)
-        values = {key: parts[key] for key in template}
-        fields = hasattr(form, "__dataclass_fields__")
-        return form(**values) if fields else form(values)
+        chosen: dict[Any, Any] = {key: parts[key] for key in template}
+        return form(**chosen) if is_dataclass(template) else form(chosen)
     if isinstance(template, (tuple, list)):
         listed = [parts[i] for i in range(len(template))]
         if hasattr(template, "_fields"):

@@ -9,6 +9,7 @@ device. A bare denoiser, or a pipeline whose scheduler stands still, is followed
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,15 +227,22 @@ class BareClock:
 
 def calling_pipeline() -> Any | None:
     """The pipeline whose `__call__` is running in this thread, found on the call stack."""
+    found = running_call()
+    return None if found is None else found[0]
+
+
+def running_call(wanted: Callable[[str], bool] | None = None) -> tuple[Any, dict[str, Any]] | None:
+    """The pipeline whose `__call__` is running in this thread, and those of its variables whose names are wanted."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__call__" and frame.f_code.co_varnames[:1] == ("self",):
             names = frame.f_locals
             owner = names.get("self")
+            chosen = {} if wanted is None else {name: value for name, value in names.items() if wanted(name)}
             if sys.version_info < (3, 13):
                 names.clear()  # the snapshot would keep the caller's tensors alive until it returns
             if hasattr(owner, "scheduler") and _has_components(owner):
-                return owner
+                return owner, chosen
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

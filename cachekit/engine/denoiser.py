@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from cachekit.engine.branches import Match
 from cachekit.engine.clock import View
 from cachekit.engine.control import ControlWatch
 from cachekit.engine.discovery import unwrap
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.member import Member, Part
 from cachekit.engine.own_cache import fills_own_cache
@@ -239,7 +241,7 @@ class DenoiserEngine:
         self, call: Call, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[tuple[PartCall, Any]]]:
         """The forward pass with a pass of every site around it, and what each of them computed."""
-        call.parts = {}
+        call.parts, call.facts = {}, CallFacts()
         call.altered = False
         own = [id(value) for value in (*args, *kwargs.values())]
 
@@ -282,6 +284,11 @@ class DenoiserEngine:
             comparer=call.run.book.comparer,
             altered=lambda: call.altered,
             undisturbed=partial(call.undisturbed_for, item),
+            facts=call.facts,
+            foresee=partial(self._foresee, call, item),
+            unwatched=partial(_unwatched, call),
+            note=lambda text: part.member.note(call.run.stats_of(part.member), text),
+            branches=self._tracker.branches,
         )
         item.site_pass = part.site.begin(call.branch, context)
         return item
@@ -308,6 +315,14 @@ class DenoiserEngine:
             raise UnsupportedModelError(f"{member.label}: {text}")
         member.note(call.run.stats_of(member), text)
 
+    def _foresee(self, call: Call, item: PartCall, branch: str) -> None:
+        """Ask the gate for another branch, without a record of it."""
+        rule, state = item.part.rule, call.run.state_of(item.part, branch)
+        if rule.guards.objection(call.view, state.history, state.consecutive) is None:
+            context = GateContext(call.view, branch, state.history, None, item.read, call.arguments, state.carry)
+            verdict = rule.gate.decide(context)
+            call.facts.refreshes |= verdict.refreshes and not verdict.reuse
+
     def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None) -> bool:
         rule, state = item.part.rule, item.state
         item.reused, item.score = False, None
@@ -315,7 +330,15 @@ class DenoiserEngine:
             item.reason = CALIBRATION_REASON
             return False
         context = GateContext(
-            call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry, item.fetch
+            call.view,
+            call.branch,
+            state.history,
+            signal,
+            item.read,
+            call.arguments,
+            state.carry,
+            fetch=item.fetch,
+            refreshes=call.facts.refreshes,
         )
         objection = call.forced or objection or rule.guards.objection(call.view, state.history, state.consecutive)
         if objection is None:
@@ -325,6 +348,7 @@ class DenoiserEngine:
             if verdict.note:
                 item.part.member.note(call.run.stats_of(item.part.member), verdict.note)
             item.reused = verdict.reuse and verdict.is_sound
+            call.facts.refreshes |= verdict.refreshes and not item.reused
             if not verdict.is_sound:
                 item.reason = "the score is not a finite number"
                 item.part.member.note(call.run.stats_of(item.part.member), item.reason)
@@ -462,3 +486,13 @@ def _with_lists_copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         tuple(list(value) if type(value) is list else value for value in args),
         {name: list(value) if type(value) is list else value for name, value in kwargs.items()},
     )
+
+
+@contextmanager
+def _unwatched(call: Call) -> Iterator[None]:
+    """The model runs for a site's own purposes: no site sees it."""
+    parts, call.parts = call.parts, {}
+    try:
+        yield
+    finally:
+        call.parts = parts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cachekit.engine.binding import tensors_in
+from cachekit.engine.halves import Half
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Entry:
         passive: outputs that continue no argument, by place; handed out again as they were.
         signal: what the gate compares (the probe's residual), if any.
         primary: the places in `values` that belong to the latent stream.
+        half: the half of a doubled batch that `values` hold; None for all of it.
     """
 
     step: int
@@ -44,6 +46,16 @@ class Entry:
     passive: dict[Hashable, Any] = field(default_factory=dict)
     signal: torch.Tensor | None = None
     primary: tuple[Hashable, ...] = ()
+    half: Half | None = None
+
+    def serves(self, half: Half | None) -> bool:
+        """Whether a call on a half of the batch (None for all of it) can be answered from this one."""
+        return self.half is None or self.half == half
+
+    def value(self, place: Hashable, half: Half | None) -> torch.Tensor | None:
+        """What was computed at a place, for a call on a half of the batch (None for all of it)."""
+        tensor = self.values.get(place) if self.serves(half) else None
+        return tensor if tensor is None or half is None or self.half is not None else half.take(tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.values.values()
@@ -73,12 +85,15 @@ class History:
     def newest(self) -> Entry | None:
         return self._entries[0] if self._entries else None
 
-    def values(self, key: Hashable) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
-        """Steps and tensors of one place, newest first; calls whose tensor had another shape are left out."""
+    def values(self, key: Hashable, half: Half | None = None) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
+        """Steps and tensors of one place, newest first; calls whose tensor had another shape are left out.
+
+        `half` is the half of the batch that is asked for, None for all of it.
+        """
         steps: list[int] = []
         tensors: list[torch.Tensor] = []
         for entry in self._entries:
-            tensor = entry.values.get(key)
+            tensor = entry.value(key, half)
             if tensor is None or (tensors and tensor.shape != tensors[0].shape):
                 break
             steps.append(entry.step)

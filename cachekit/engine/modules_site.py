@@ -43,9 +43,11 @@ class ModulesPass(SitePass):
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._calls: dict[str, int] = {}
-        self._entry = Entry(context.now.step)
+        facts, newest = context.facts, context.history.newest
+        self._entry = Entry(context.now.step, half=facts.runs or facts.keeps)
         self._answered = 0
-        self._reuse = context.decide(None)
+        served = newest is None or newest.serves(facts.runs)
+        self._reuse = context.decide(None, None if served else "the other half of the batch was computed last")
 
     def run(self, slot: tuple[str, bool], inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, zeroed = slot
@@ -76,7 +78,8 @@ class ModulesPass(SitePass):
         self._entry.passive[path, count] = _Kept(form, origins)
         if not zeroed:
             for key, part in parts.items():
-                self._entry.values[path, count, key] = self._context.storage.keep(part.detach().clone())
+                kept = part if self._context.facts.keeps is None else self._context.facts.keeps.take(part)
+                self._entry.values[path, count, key] = self._context.storage.keep(kept.detach().clone())
 
     def _answer(self, path: str, count: int, inputs: Sequence[torch.Tensor]) -> Any | None:
         newest = self._context.history.newest

@@ -26,6 +26,7 @@ class GateContext:
         fetch: reads all numbers of a tensor back at once, nested as the tensor is; counted as one.
         arguments: arguments of the denoiser call by name.
         carry: what the gate handed over in the last call of this branch; None when what was kept has been let go.
+        refreshes: True when a rule further out computes in this call what it predicts later calls from.
     """
 
     now: View
@@ -36,6 +37,7 @@ class GateContext:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     carry: Any = None
     fetch: Callable[[torch.Tensor], Any] = torch.Tensor.tolist
+    refreshes: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Verdict:
     """A gate's answer. A score that is not a finite number always means compute.
 
     `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held). `note` says that
-    the gate lacks something: it is warned of once a run and stands in the statistics.
+    the gate lacks something: it is warned of once a run and stands in the statistics. `refreshes` says of a computation
+    that later calls are predicted from it, so that rules further in had better compute as well.
     """
 
     reuse: bool
@@ -51,6 +54,7 @@ class Verdict:
     reason: str = ""
     carry: Any = None
     note: str = ""
+    refreshes: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -81,6 +85,15 @@ class Predictor(Protocol):
     def predict(self, steps: Sequence[int], values: Sequence[torch.Tensor], now: View) -> torch.Tensor:
         """Prediction for the step `now` from results at `steps` (newest first, at least one)."""
         ...
+
+
+@runtime_checkable
+class PlacedPredictor(Protocol):
+    """A predictor that has to know the place; sites ask `predict_at` then instead of `predict`."""
+
+    def predict_at(
+        self, place: Any, steps: Sequence[int], values: Sequence[torch.Tensor], now: View
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -148,19 +161,27 @@ class ModulesSpec:
 
 
 @dataclass(frozen=True)
+class GuidanceSpec:
+    """Site: the branch of a guidance pair that is called second, or the unconditional half of a doubled batch."""
+
+    place: ClassVar[str] = "the unconditional branch"
+
+
+@dataclass(frozen=True)
 class DenoiserSpec:
     """Site: the whole denoiser. Nothing is looked for or hooked inside."""
 
     place: ClassVar[str] = "the whole denoiser"
 
 
+@dataclass(frozen=True)
 class TextSpec:
     """Site: projections of the text stream that do not depend on the step, found by tracing a call."""
 
     place: ClassVar[str] = "the text projections"
 
 
-Spec = StackSpec | ModulesSpec | DenoiserSpec | TextSpec
+Spec = StackSpec | ModulesSpec | GuidanceSpec | DenoiserSpec | TextSpec
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,9 +18,10 @@ from torch import nn
 from cachekit.engine.binding import Key, is_floating, items, rebuild
 from cachekit.engine.clock import View
 from cachekit.engine.conditioning import Comparer, Conditioning
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.history import Entry, History, Storage
 from cachekit.engine.hooks import Hook, Inner
-from cachekit.engine.rules import Predictor
+from cachekit.engine.rules import PlacedPredictor, Predictor
 
 
 class StructureChangedError(Exception):
@@ -67,6 +69,12 @@ class PassContext:
         comparer: compares tensors of two calls and counts the values read back for it.
         altered: True while the model runs on other arguments than the call was given, such as half of the batch.
         undisturbed: True when the model was given the call's arguments and no other rule has skipped anything in it.
+        facts: what the sites of this call tell one another.
+        foresee: tells `facts` whether the gate will have another branch computed in this step, so that more is
+            predicted from it.
+        unwatched: while it is entered, no site sees what the model runs.
+        note: something is to be known about this run.
+        branches: names of the guidance branches as the user gave them, in the order of their calls.
     """
 
     now: View
@@ -85,13 +93,21 @@ class PassContext:
     comparer: Comparer = field(default_factory=Comparer)
     altered: Callable[[], bool] = lambda: False
     undisturbed: Callable[[], bool] = lambda: True
+    facts: CallFacts = field(default_factory=CallFacts)
+    foresee: Callable[[str], None] = lambda branch: None
+    unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+    note: Callable[[str], None] = lambda text: None
+    branches: Sequence[str] | None = None
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
-        steps, values = self.history.values(place)
+        steps, values = self.history.values(place, self.facts.runs)
         if not values:
             return None
-        prediction = self.predictor.predict(steps, values, self.now)
+        if isinstance(self.predictor, PlacedPredictor):
+            prediction = self.predictor.predict_at(place, steps, values, self.now)
+        else:
+            prediction = self.predictor.predict(steps, values, self.now)
         if like is not None:
             return prediction.to(device=like.device, dtype=like.dtype)
         # Handed to the model as it is: code that writes into it must not reach what is kept.
@@ -136,9 +152,13 @@ class SitePass:
 
 
 class Site:
-    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards."""
+    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards.
+
+    `joins_branches` is True when what one branch keeps is used by another in the same step.
+    """
 
     rank = 0
+    joins_branches = False
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []

@@ -13,6 +13,7 @@ from cachekit.engine.branches import BranchBook
 from cachekit.engine.clock import View
 from cachekit.engine.conditioning import Conditioning
 from cachekit.engine.control import ControlState
+from cachekit.engine.halves import CallFacts
 from cachekit.engine.history import Entry, History
 from cachekit.engine.member import Member, Part
 from cachekit.engine.sites import Saving, SitePass
@@ -112,9 +113,11 @@ class RunState:
     def last_step(self) -> None:
         """The scheduler's last step: give back what no later call of this run can use."""
         self.book.last_step()
-        for branch in self.book.branches:
-            if branch.is_over:
-                self.forget(branch.name)
+        over = {branch.name for branch in self.book.branches if branch.is_over}
+        all_over = len(over) == len(self.book.branches)
+        for (part, name), state in self._states.items():
+            if name in over and (all_over or not part.site.joins_branches):
+                state.forget()
 
     def let_go(self) -> None:
         """Keep no tensor alive."""
@@ -178,6 +181,7 @@ class Call:
     altered: bool = False
     parts: dict[Part, PartCall] = field(default_factory=dict)
     own_seconds: float = 0.0
+    facts: CallFacts = field(default_factory=CallFacts)
 
     def undisturbed_for(self, item: PartCall) -> bool:
         """True when the model ran on the call's arguments and no other rule skipped anything."""

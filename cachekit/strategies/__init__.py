@@ -11,6 +11,7 @@ from cachekit.strategies.base import (
 )
 from cachekit.strategies.combination import conflict
 from cachekit.strategies.deepcache import DeepCacheConfig
+from cachekit.strategies.fastercache import FasterCacheConfig
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
 from cachekit.strategies.pab import PyramidAttentionBroadcastConfig
@@ -23,6 +24,7 @@ __all__ = [
     "FLUX_MAG_RATIOS",
     "CacheConfig",
     "DeepCacheConfig",
+    "FasterCacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
     "PyramidAttentionBroadcastConfig",

@@ -68,7 +68,7 @@ class WindowGate:
         if not self.window[0] < level < self.window[1]:
             return Verdict(False, reason="outside the timestep window")
         due = context.now.step - context.history.steps[0] >= self.interval
-        return Verdict(not due, reason="interval step" if due else "between interval steps")
+        return Verdict(not due, reason="interval step" if due else "between interval steps", refreshes=due)
 
     def _told(self, context: GateContext) -> float | None:
         assert self.level is not None
