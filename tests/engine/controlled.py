@@ -101,8 +101,11 @@ def sd_image_prompt() -> DiffusionPipeline:
 
 def sd_perturbed() -> DiffusionPipeline:
     """Stable Diffusion with perturbed-attention guidance."""
-    parts = {**unet.components(), "pag_applied_layers": ["down"]}
-    return quiet(unet.scheduler(seeded(lambda: StableDiffusionPAGPipeline(**parts)), "ddim"))
+
+    def build() -> DiffusionPipeline:
+        return StableDiffusionPAGPipeline(pag_applied_layers=["down"], **unet.components())
+
+    return quiet(unet.scheduler(seeded(build), "ddim"))
 
 
 def wan_vace() -> DiffusionPipeline:
