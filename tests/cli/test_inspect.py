@@ -38,8 +38,9 @@ def test_class_by_name() -> None:
     names = [entry["name"] for entry in found["strategies"]]
     assert {"first_block", "magcache", "taylorseer", "taylorseer (attention)"} <= set(names)
     refused = {entry["name"]: entry["reason"] for entry in found["strategies"] if not entry["site"]}
-    assert set(refused) <= {"pab (temporal)", "pab (cross)"}
-    assert all("it has spatial" in reason for reason in refused.values())
+    assert set(refused) <= {"pab (temporal)", "pab (cross)", "deepcache"}
+    assert all("it has spatial" in refused[name] for name in refused if name != "deepcache")
+    assert "is no UNet" in refused["deepcache"]
 
 
 def test_unet_by_name() -> None:
@@ -121,7 +122,9 @@ def test_reasons_stand_where_nothing_attaches() -> None:
     found = inspect_denoiser(Flat())
     assert (found.stacks, found.attention) == ((), 0)
     reasons = {entry.name: entry.reason for entry in found.strategies if not entry.attaches}
-    assert {entry.name for entry in found.strategies} - reasons.keys() == {"schedule"}, "it needs nothing inside"
+    assert {entry.name for entry in found.strategies} - reasons.keys() == {"schedule", "fastercache"}, (
+        "they need nothing inside"
+    )
     assert "no list of at least two blocks" in reasons["first_block"]
 
 

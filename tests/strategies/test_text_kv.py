@@ -17,7 +17,7 @@ from cachekit.strategies import find_strategy, to_config
 
 from ..conformance.cases import cases
 from ..conformance.cases import run as moving_loop
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..text_toys import TEXT, WIDTH, CrossStack, counted_linears, noise, text
 from ..toys import bare_loop, pattern, reasons
 
@@ -605,7 +605,7 @@ def test_an_attention_processor_put_in_half_way_is_noticed() -> None:
 
 
 def test_a_pipelines_run_gives_its_memory_back() -> None:
-    tiny = next(item for item in pipelines() if item.name == "wan")
+    tiny = TINY["wan"]
     pipe = tiny.build()
     base = tiny.call(pipe, steps=8)
     with ck.cached(pipe, "text_kv"):
