@@ -86,6 +86,7 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
+        Settings("seacache", ck.SeaCacheConfig(0.0), ck.SeaCacheConfig(1e9, max_consecutive_cached=2)),
         Settings("schedule", ck.ScheduleCacheConfig(range(4 * STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
         Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig(), lossless=True),
         Settings("pab", broadcasting(1), broadcasting(3)),
@@ -109,9 +110,14 @@ class Subject:
         return cls(case, model, run(case, model, STEPS))
 
 
+def config_for(config: Config, model: nn.Module) -> ck.CacheConfig:
+    """A config, made for the model where it depends on it."""
+    return config if isinstance(config, ck.CacheConfig) else config(model)
+
+
 @contextmanager
 def cached(subject: Subject, config: Config, branches: tuple[str, ...] | None = None) -> Iterator[ck.Handle]:
-    config = config if isinstance(config, ck.CacheConfig) else config(subject.model)
+    config = config_for(config, subject.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ck.CacheWarning)
         with ck.cached(subject.model, config, branches=branches) as handle:
