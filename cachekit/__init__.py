@@ -1,15 +1,23 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
-from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
+from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
-from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
+from cachekit.errors import (
+    CacheConflictError,
+    CacheKitError,
+    CacheWarning,
+    ConfigError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    ScheduleCacheConfig,
     SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
@@ -27,6 +35,9 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "Profile",
+    "ProfileMismatchError",
+    "ScheduleCacheConfig",
     "SeaCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
@@ -35,6 +46,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "cached",
+    "calibrate",
     "calibrate_magnitudes",
     "disable_cache",
     "enable_cache",

@@ -148,6 +148,16 @@ class ModulesSpec:
 
 
 @dataclass(frozen=True)
+class DenoiserSpec:
+    """Site: the whole denoiser. Nothing is looked for or hooked inside."""
+
+    place: ClassVar[str] = "the whole denoiser"
+
+
+Spec = StackSpec | ModulesSpec | DenoiserSpec
+
+
+@dataclass(frozen=True)
 class Rule:
     """A strategy, or one of the rules that it consists of, taken apart.
 
@@ -156,7 +166,7 @@ class Rule:
     how calibration listens.
     """
 
-    site: StackSpec | ModulesSpec
+    site: Spec
     gate: Gate
     predictor: Predictor
     guards: Guards = field(default_factory=Guards)
