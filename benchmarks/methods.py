@@ -88,6 +88,15 @@ def our_methods(
     found += [
         ours("pab", f"range {skips}", steps, cachekit.PyramidAttentionBroadcastConfig(skips)) for skips in (2, 3, 4, 6)
     ]
+    found += [
+        ours(
+            "fastercache",
+            f"range {skips}",
+            steps,
+            cachekit.FasterCacheConfig(unconditional_batch_skip_range=skips),
+        )
+        for skips in (2, 3, 5, 8)
+    ]
     return found
 
 

@@ -96,6 +96,7 @@ class SecondCall(SitePass):
         self._kept = context.history.newest
         self._entry = _entry(context)
         self._reuse = self.replaces_model = context.decide(None, self._objection())
+        context.facts.discards = context.facts.refreshes  # the next call of this branch that runs refreshes again
 
     def _objection(self) -> str | None:
         kept = self._kept

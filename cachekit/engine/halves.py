@@ -52,11 +52,13 @@ class CallFacts:
     Attributes:
         runs: the half of the batch that the model is given; None for all of it.
         keeps: the half of what is computed that later calls can use; None for all of it.
+        discards: nothing of what is computed further in can be used by a later call.
         refreshes: this call is computed so that others can be predicted from it.
     """
 
     runs: Half | None = None
     keeps: Half | None = None
+    discards: bool = False
     refreshes: bool = False
 
 

@@ -43,11 +43,14 @@ class ModulesPass(SitePass):
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._calls: dict[str, int] = {}
-        facts, newest = context.facts, context.history.newest
+        facts = context.facts
+        if facts.discards:
+            context.history.clear()
+        newest = context.history.newest
         self._entry = Entry(context.now.step, half=facts.runs or facts.keeps)
         self._answered = 0
-        served = newest is None or newest.serves(facts.runs)
-        self._reuse = context.decide(None, None if served else "the other half of the batch was computed last")
+        served = newest is None or (newest.serves(facts.runs) and bool(newest.values))
+        self._reuse = context.decide(None, None if served else "the last computed call was kept for other calls only")
 
     def run(self, slot: tuple[str, bool], inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, zeroed = slot
@@ -66,12 +69,14 @@ class ModulesPass(SitePass):
     def finish(self) -> Entry | None:
         newest = self._context.history.newest
         if not self._reuse:
-            return self._entry if self._entry.values else None
+            return self._entry if self._entry.values or self._context.facts.discards else None
         if newest is None or self._answered < len(newest.passive):
             raise StructureChangedError
         return None
 
     def _keep(self, path: str, count: int, zeroed: bool, output: Any, inputs: Sequence[torch.Tensor]) -> None:
+        if self._context.facts.discards:
+            return
         parts = floating_parts(output)
         form = kept_form(output, {} if zeroed else parts, storage_free=zeroed)
         origins = {key: _Origin.of(part, inputs) for key, part in parts.items()}
