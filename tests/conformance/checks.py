@@ -86,7 +86,6 @@ STRATEGIES = {
             ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
             ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
         ),
-        Settings("seacache", ck.SeaCacheConfig(0.0), ck.SeaCacheConfig(1e9, max_consecutive_cached=2)),
         Settings("schedule", ck.ScheduleCacheConfig(range(4 * STEPS)), ck.ScheduleCacheConfig(range(0, STEPS, 3))),
         Settings("text_kv", ck.TextKVCacheConfig(), ck.TextKVCacheConfig(), lossless=True),
         Settings("pab", broadcasting(1), broadcasting(3)),
