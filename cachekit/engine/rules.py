@@ -66,6 +66,19 @@ class AttentiveGate(Protocol):
     def attend(self, context: GateContext) -> Any: ...
 
 
+@runtime_checkable
+class ScoredGate(Protocol):
+    """A gate in two halves, so that the scores of all samples of a batch can be read back from the device together."""
+
+    def measure(self, context: GateContext) -> torch.Tensor | None:
+        """The score as a tensor of one value; None when there is nothing to compare."""
+        ...
+
+    def judge(self, context: GateContext, score: float | None) -> Verdict:
+        """The verdict on a score that was read back."""
+        ...
+
+
 class Predictor(Protocol):
     """Says what a skipped site would have returned. Pure: keeps no state between calls."""
 
@@ -146,6 +159,7 @@ class Rule:
     `name` says which part it is where a strategy has several, such as "spatial attention".
     `observe` looks at two computed calls in a row (previous, new) and returns a number for the decision record; it is
     how calibration listens.
+    `per_sample` lets the samples of a batch decide separately where the site can split it; needs a `ScoredGate`.
     """
 
     site: StackSpec | ModulesSpec
@@ -155,3 +169,4 @@ class Rule:
     storage: Storage = AS_COMPUTED
     observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None
     name: str = ""
+    per_sample: bool = False

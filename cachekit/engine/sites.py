@@ -26,6 +26,23 @@ class StructureChangedError(Exception):
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Samples of a batch that decide separately.
+
+    Attributes:
+        contexts: the context of each, with its own history.
+        reused: for each whether it reuses, once it is decided.
+        is_proven: whether computing a part of such a batch is known to give what computing all of it gives.
+        prove: says that it is.
+    """
+
+    contexts: tuple[PassContext, ...]
+    reused: Callable[[], tuple[bool, ...]]
+    is_proven: bool
+    prove: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class PassContext:
     """What a pass needs from the engine.
 
@@ -41,6 +58,7 @@ class PassContext:
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
         others: other branch -> what this site kept of its newest computed call.
+        samples: the samples of the batch where they decide separately; `decide` is then True when all of them reuse.
     """
 
     now: View
@@ -54,6 +72,7 @@ class PassContext:
     signature: Hashable
     read: Callable[[torch.Tensor], float]
     others: Callable[[], Mapping[str, Entry]] = dict
+    samples: Samples | None = None
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
@@ -97,9 +116,13 @@ class SitePass:
 
 
 class Site:
-    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards."""
+    """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards.
+
+    `splits` says that a pass can compute some samples of a batch and reuse the others.
+    """
 
     rank = 0
+    splits = False
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from cachekit.engine.rules import GateContext, Verdict
 
 
@@ -19,13 +21,20 @@ class DriftGate:
     threshold: float
 
     def decide(self, context: GateContext) -> Verdict:
+        drift = self.measure(context)
+        return self.judge(context, None if drift is None else context.read(drift))
+
+    def measure(self, context: GateContext) -> torch.Tensor | None:
         newest = context.history.newest
         before = None if newest is None else newest.signal
         if before is None or context.signal is None or before.shape != context.signal.shape:
-            return Verdict(False, reason="no probe residual to compare with")
+            return None
         before = before.to(device=context.signal.device)
-        drift = (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
-        score = context.read(drift)
+        return (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
+
+    def judge(self, context: GateContext, score: float | None) -> Verdict:
+        if score is None:
+            return Verdict(False, reason="no probe residual to compare with")
         return Verdict(score < self.threshold, score, f"drift {'<' if score < self.threshold else '>='} threshold")
 
 
