@@ -220,6 +220,7 @@ class DenoiserEngine:
     ) -> tuple[Any, list[tuple[PartCall, Any]]]:
         """The forward pass with a pass of every site around it, and what each of them computed."""
         call.parts = {}
+        call.altered = False
         forward = inner
         try:
             for part in self._parts:
@@ -280,6 +281,7 @@ class DenoiserEngine:
                 lambda: tuple(sample.reused for sample in item.samples),
                 call.signature in part.splits,
                 partial(part.splits.__setitem__, call.signature, ""),
+                partial(setattr, call, "altered", True),
             ),
         )
 

@@ -34,12 +34,14 @@ class Samples:
         reused: for each whether it reuses, once it is decided.
         is_proven: whether computing a part of such a batch is known to give what computing all of it gives.
         prove: says that it is.
+        split: says that from now on blocks of this call are run on a part of the batch.
     """
 
     contexts: tuple[PassContext, ...]
     reused: Callable[[], tuple[bool, ...]]
     is_proven: bool
     prove: Callable[[], None]
+    split: Callable[[], None]
 
 
 @dataclass(frozen=True)

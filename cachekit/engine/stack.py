@@ -145,7 +145,9 @@ class StackPass(SitePass):
         if samples is not None:
             reused = samples.reused()
             self._reusing = tuple(context for context, reuses in zip(samples.contexts, reused, strict=True) if reuses)
-            self._split = Split(reused) if 0 < len(self._reusing) < len(reused) else None
+            if 0 < len(self._reusing) < len(reused):
+                self._split = Split(reused)
+                samples.split()
 
     def _probe(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._probing = False
@@ -237,10 +239,8 @@ class StackPass(SitePass):
         """The predicted result of a segment. Made at its entry, before code in between can write into the input."""
         if len(self._reusing) == 1:
             return self._predicted(self._reusing[0], segment, arguments)
-        bases = [
-            {name: value[index : index + 1] for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            for index in range(len(self._reusing))
-        ]
+        rows = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.ndim}
+        bases = [{name: value[i : i + 1] for name, value in rows.items()} for i in range(len(self._reusing))]
         landings = [self._predicted(*each) for each in zip(self._reusing, repeat(segment), bases, strict=False)]
         return {key: torch.cat([landing[key] for landing in landings]) for key in landings[0]}
 

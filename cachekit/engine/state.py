@@ -158,7 +158,7 @@ class PartCall:
 
 @dataclass
 class Call:
-    """One denoiser call in flight."""
+    """One denoiser call in flight. `altered` says that modules are run on other arguments than the call was given."""
 
     run: RunState
     view: View
@@ -167,6 +167,7 @@ class Call:
     sources: tuple[torch.Tensor, ...]
     signature: Hashable
     forced: str | None = None
+    altered: bool = False
     parts: dict[Part, PartCall] = field(default_factory=dict)
     own_seconds: float = 0.0
 
