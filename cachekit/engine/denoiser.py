@@ -470,8 +470,8 @@ class DenoiserEngine:
                         read,
                         number,
                         item.part.rule.name,
-                        tuple(sample.reused for sample in item.samples),
-                        tuple(sample.score for sample in item.samples),
+                        reused_samples=tuple(sample.reused for sample in item.samples),
+                        scores=tuple(sample.score for sample in item.samples),
                     )
                 )
                 reused = reused or item.reused

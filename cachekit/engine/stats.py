@@ -38,7 +38,7 @@ class Decision:
 
     @property
     def sign(self) -> str:
-        """ "." for reused, "#" for computed, "+" for computed in part."""
+        """How a decision is drawn: # computed, . reused, + computed for some samples."""
         return "." if self.reused else "+" if any(self.reused_samples) else "#"
 
 
