@@ -1,10 +1,11 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
-from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
+from cachekit.api import Handle, cache_context, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
 from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
 from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
+from cachekit.mixin import CacheMixin
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
@@ -20,6 +21,7 @@ __all__ = [
     "CacheConfig",
     "CacheConflictError",
     "CacheKitError",
+    "CacheMixin",
     "CacheWarning",
     "ConfigError",
     "FirstBlockCacheConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "TransformerBlockRegistry",
     "UnsupportedModelError",
     "__version__",
+    "cache_context",
     "cached",
     "calibrate_magnitudes",
     "disable_cache",
