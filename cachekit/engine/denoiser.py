@@ -205,8 +205,9 @@ class DenoiserEngine:
             if isinstance(error, CannotSplitError):
                 for item in call.parts.values():
                     self._cannot_split(call, item.part, call.forced)
-            for member in self.members[:1]:
-                member.note(call.run.stats_of(member), call.forced)
+            else:
+                for member in self.members[:1]:
+                    member.note(call.run.stats_of(member), call.forced)
             call.run.forget(call.branch)
             for part in self._parts:
                 part.site.forget(call.branch)

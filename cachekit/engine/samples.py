@@ -108,7 +108,8 @@ class Split:
         """How far the computed group is from those samples of a computation of all, over what rounding explains.
 
         Above 1 the block mixes samples, or an argument was cut that should not have been. `before` are the arguments
-        of the block: what changed them counts, not how large they are.
+        of the block: what changed them counts, not how large they are. Samples that hold NaN tell nothing; when all
+        do, the result is NaN.
         """
         worst = []
         known = [tensor.float() for tensor in tensors_in(before) if tensor.is_floating_point()]
@@ -117,9 +118,12 @@ class Split:
                 raise CannotSplitError("a block returns other shapes when it is given a part of the batch")
             if a.is_floating_point():
                 eps, a, b = torch.finfo(a.dtype).eps, a.float(), b.float()
-                norms = [a.norm(), *((a - other).norm() for other in known if other.shape == a.shape)]
-                bound = _RELATIVE * torch.stack(norms).min() + _ROUNDINGS * eps * a.norm()
-                worst.append((a - b).norm() / bound.clamp_min(1e-30))
+                size = _norms(a)
+                changes = torch.stack([size, *(_norms(a - other) for other in known if other.shape == a.shape)])
+                bound = _RELATIVE * changes.amin(dim=0) + _ROUNDINGS * eps * size
+                errors = (_norms(a - b) / bound.clamp_min(1e-30)).nan_to_num(torch.inf)
+                tells = size.isfinite()
+                worst.append(torch.where(tells.any(), torch.where(tells, errors, 0.0).max(), torch.nan))
         return torch.stack(worst).max() if worst else torch.zeros(())
 
     def _rows(self, tensor: torch.Tensor, reused: bool) -> torch.Tensor:
@@ -136,6 +140,12 @@ class Split:
 def copied(value: Any) -> Any:
     """A nested argument whose tensors can be written into."""
     return _mapped(value, torch.Tensor.clone)
+
+
+def _norms(tensor: torch.Tensor) -> torch.Tensor:
+    """Norm of each sample."""
+    norms: torch.Tensor = torch.linalg.vector_norm(tensor.reshape(len(tensor), -1), dim=1)
+    return norms
 
 
 def _first(value: Any) -> int | None:

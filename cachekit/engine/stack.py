@@ -211,10 +211,11 @@ class StackPass(SitePass):
 
     def _prove(self) -> None:
         worst = self._context.read(torch.stack([error.to(self._errors[0].device) for error in self._errors]).max())
-        if not worst <= 1:
+        if worst > 1:
             raise CannotSplitError("the samples of this batch influence each other, or their arguments cannot be told")
         assert self._context.samples is not None
-        self._context.samples.prove()
+        if worst <= 1:
+            self._context.samples.prove()
 
     def _entering(self, segment: int) -> Slot:
         return next(place.slot for place in self._layout.places if place.segment == segment and place.enters)
