@@ -11,6 +11,7 @@ from cachekit.strategies import (
     CacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "SeaCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
     "TransformerBlockMetadata",

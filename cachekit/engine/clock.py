@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from cachekit.engine.noise import NoiseLevels, TimeScale, noise_levels
+
 
 @dataclass(frozen=True)
 class View:
@@ -26,6 +28,9 @@ class View:
         source: "scheduler" or "timestep", whichever told the step.
         timestep: value of the current entry of the scheduler's timesteps, if read without cost, else None.
         sigma: noise level of the current entry as the scheduler stores it, else None.
+        noise: share of noise in the latents, 0..1, and `noise_source` what told it (see `cachekit.engine.noise`);
+            None where only timesteps are known.
+        scale: how timesteps become noise on a bare denoiser; None until the timestep has changed once.
     """
 
     run: int
@@ -34,6 +39,9 @@ class View:
     source: str
     timestep: float | None = None
     sigma: float | None = None
+    noise: float | None = None
+    noise_source: str = ""
+    scale: TimeScale | None = None
 
     @property
     def is_last(self) -> bool:
@@ -50,6 +58,7 @@ class SchedulerClock:
     _timesteps: torch.Tensor | None = None
     _values: list[float] = field(default_factory=list)
     _sigmas: list[float] = field(default_factory=list)
+    _noise: NoiseLevels = field(default_factory=lambda: NoiseLevels((), ""))
     _index: int = 0
     _start: int | None = None
     _provisional: bool = False
@@ -83,6 +92,8 @@ class SchedulerClock:
             source="scheduler",
             timestep=self._values[index] if index < len(self._values) else None,
             sigma=self._sigmas[index] if index < len(self._sigmas) else None,
+            noise=self._noise.values[index] if index < len(self._noise.values) else None,
+            noise_source=self._noise.source,
         )
 
     def changed(self, scheduler: Any) -> bool:
@@ -100,6 +111,7 @@ class SchedulerClock:
         sigmas = getattr(scheduler, "sigmas", None)
         is_tensor = isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1
         self._sigmas = sigmas.detach().float().tolist() if is_tensor and sigmas is not None else []
+        self._noise = noise_levels(scheduler, self._values)
         self._index = 0
         self._start = None
         self._provisional = False
@@ -141,6 +153,7 @@ class BareClock:
     run: int = -1
     step: int = 0
     _value: float | None = None
+    _top: float = 0.0
     _direction: int = 0
     _seen: set[str] = field(default_factory=set)
     _aborted: bool = False
@@ -164,7 +177,9 @@ class BareClock:
                 self._advance(value)
         elif branch in self._seen:
             self._advance(value)
-        return View(self.run, self.step, None, "timestep", timestep=value)
+        self._top = max(self._top, value or 0.0)
+        scale = TimeScale(self._top, self._direction > 0) if self._direction else None
+        return View(self.run, self.step, None, "timestep", timestep=value, scale=scale)
 
     def take_over(self, value: float | None, seen: set[str]) -> int:
         """Go on from the first step of a run whose scheduler turned out to stand still; returns the run's number."""
@@ -183,6 +198,7 @@ class BareClock:
     def _begin(self, value: float | None) -> None:
         self.run += 1
         self.step, self._value, self._direction, self._seen, self._aborted = 0, value, 0, set(), False
+        self._top = value or 0.0
 
     def _advance(self, value: float | None) -> None:
         self.step += 1

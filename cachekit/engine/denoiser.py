@@ -338,8 +338,10 @@ class DenoiserEngine:
             return False
         if item.samples:
             return self._decide_each(call, item, signal)
-        context = GateContext(call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry)
-        return self._settle(call, item, context, self._objection(call, item), rule.gate.decide)
+        context = GateContext(
+            call.view, call.branch, state.history, signal, item.read, call.arguments, state.carry, item.fetch
+        )
+        return self._settle(call, item, context, self._objection(call, item), partial(rule.gate.decide, context))
 
     def _decide_each(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
         """Let every sample decide for itself; all scores are read back together. True when all of them reuse."""
@@ -347,18 +349,25 @@ class DenoiserEngine:
         assert isinstance(gate, ScoredGate)
         if signal is not None and (not signal.ndim or signal.shape[0] != len(samples)):
             raise CannotSplitError("what the gate compares has no dimension for the samples of the batch")
-        contexts = []
-        for index, sample in enumerate(samples):
-            row = None if signal is None else signal[index : index + 1]
-            arguments = one_sample(call.arguments, self._tracker.latents, index)
-            state = sample.state
-            contexts.append(GateContext(call.view, call.branch, state.history, row, item.read, arguments, state.carry))
+        contexts = [
+            GateContext(
+                call.view,
+                call.branch,
+                sample.state.history,
+                None if signal is None else signal[index : index + 1],
+                item.read,
+                one_sample(call.arguments, self._tracker.latents, index),
+                sample.state.carry,
+                item.fetch,
+            )
+            for index, sample in enumerate(samples)
+        ]
         objections = [self._objection(call, sample) for sample in samples]
-        scores = item.read_all(
-            [None if why else gate.measure(context) for why, context in zip(objections, contexts, strict=True)]
-        )
-        for sample, context, why, score in zip(samples, contexts, objections, scores, strict=True):
-            self._settle(call, sample, context, why, partial(gate.judge, score=score))
+        measures = [None if why else gate.measure(context) for why, context in zip(objections, contexts, strict=True)]
+        scores = item.read_all([None if measure is None else measure.score for measure in measures])
+        for sample, context, why, measure, score in zip(samples, contexts, objections, measures, scores, strict=True):
+            judge = partial(gate.decide, context) if measure is None else partial(measure.judge, score)
+            self._settle(call, sample, context, why, judge)
         count = sum(not sample.reused for sample in samples)
         reasons = {sample.reason for sample in samples}
         item.reused, item.score = not count, max((s for s in scores if s is not None), default=None)
@@ -374,14 +383,16 @@ class DenoiserEngine:
         item: PartCall,
         context: GateContext,
         objection: str | None,
-        decide: Callable[[GateContext], Verdict],
+        decide: Callable[[], Verdict],
     ) -> bool:
         rule, state = item.part.rule, item.state
         item.reused, item.score = False, None
         if objection is None:
-            verdict = decide(context)
+            verdict = decide()
             state.carry = verdict.carry
             item.score, item.reason = verdict.score, verdict.reason
+            if verdict.note:
+                item.part.member.note(call.run.stats_of(item.part.member), verdict.note)
             item.reused = verdict.reuse and verdict.is_sound
             if not verdict.is_sound:
                 item.reason = "the score is not a finite number"

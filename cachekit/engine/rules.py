@@ -23,6 +23,7 @@ class GateContext:
         history: computed calls of this site and branch.
         signal: the probe's residual of this call (sites with a probe), else None.
         read: reads one number back from the device; counted in the statistics.
+        fetch: reads all numbers of a tensor back at once, nested as the tensor is; counted as one.
         arguments: arguments of the denoiser call by name.
         carry: what the gate handed over in the last call of this branch; None when what was kept has been let go.
     """
@@ -34,19 +35,22 @@ class GateContext:
     read: Callable[[torch.Tensor], float]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     carry: Any = None
+    fetch: Callable[[torch.Tensor], Any] = torch.Tensor.tolist
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A gate's answer. A score that is not a finite number always means compute.
 
-    `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held).
+    `carry` reaches the gate again in the next call of this branch (tensors in it count as bytes held). `note` says that
+    the gate lacks something: it is warned of once a run and stands in the statistics.
     """
 
     reuse: bool
     score: float | None = None
     reason: str = ""
     carry: Any = None
+    note: str = ""
 
     @property
     def is_sound(self) -> bool:
@@ -66,17 +70,28 @@ class AttentiveGate(Protocol):
     def attend(self, context: GateContext) -> Any: ...
 
 
+@dataclass(frozen=True)
+class Measure:
+    """A score still on the device, and what turns the number that is read back into a verdict.
+
+    Attributes:
+        score: a tensor of one value; None when there is nothing to compare, `judge` then gets None.
+        judge: gives the verdict.
+    """
+
+    score: torch.Tensor | None
+    judge: Callable[[float | None], Verdict]
+
+    def verdict(self, context: GateContext) -> Verdict:
+        """Read the score back and judge it."""
+        return self.judge(None if self.score is None else context.read(self.score))
+
+
 @runtime_checkable
-class ScoredGate(Protocol):
-    """A gate in two halves, so that the scores of all samples of a batch can be read back from the device together."""
+class ScoredGate(Gate, Protocol):
+    """A gate whose scores for all samples of a batch can be read back from the device together."""
 
-    def measure(self, context: GateContext) -> torch.Tensor | None:
-        """The score as a tensor of one value; None when there is nothing to compare."""
-        ...
-
-    def judge(self, context: GateContext, score: float | None) -> Verdict:
-        """The verdict on a score that was read back."""
-        ...
+    def measure(self, context: GateContext) -> Measure: ...
 
 
 class Predictor(Protocol):
@@ -101,6 +116,7 @@ class Guards:
         retention: this fraction of the steps computes at the start.
         assumed: number of steps that `retention` refers to when no scheduler tells.
         stop: from this step on everything computes; None for never.
+        ending: the last `ending` steps compute, where a scheduler tells how many there are.
         max_consecutive: at most so many reuses in a row; None for no limit.
     """
 
@@ -109,6 +125,7 @@ class Guards:
     assumed: int = 0
     stop: int | None = None
     max_consecutive: int | None = None
+    ending: int = 0
 
     def objection(self, now: View, history: History, consecutive: int) -> str | None:
         """Why this call must compute, or None."""
@@ -118,6 +135,8 @@ class Guards:
             return "warm-up"
         if self.stop is not None and now.step >= self.stop:
             return "after the last cached step"
+        if self.ending and now.steps is not None and now.step >= now.steps - self.ending:
+            return "one of the last steps"
         if self.max_consecutive is not None and consecutive >= self.max_consecutive:
             return CAP_REASON
         return None

@@ -123,6 +123,7 @@ class TracePass(SitePass):
         if (
             previous is not None
             and goes_on
+            and not slot.restarts  # what ends a segment is still needed
             and set(floating_parts(previous.output)) <= set(previous.slot.streams or ())
         ):
             previous.output = kept_form(previous.output, previous.slot.streams or {}, storage_free=False)

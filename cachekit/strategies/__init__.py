@@ -12,6 +12,7 @@ from cachekit.strategies.base import (
 from cachekit.strategies.combination import conflict
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
+from cachekit.strategies.seacache import SeaCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "CacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
+    "SeaCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",
     "conflict",

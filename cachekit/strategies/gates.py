@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from cachekit.engine.rules import GateContext, Verdict
+from cachekit.engine.rules import GateContext, Measure, Verdict
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,18 @@ class DriftGate:
     threshold: float
 
     def decide(self, context: GateContext) -> Verdict:
-        drift = self.measure(context)
-        return self.judge(context, None if drift is None else context.read(drift))
+        return self.measure(context).verdict(context)
 
-    def measure(self, context: GateContext) -> torch.Tensor | None:
+    def measure(self, context: GateContext) -> Measure:
         newest = context.history.newest
         before = None if newest is None else newest.signal
         if before is None or context.signal is None or before.shape != context.signal.shape:
-            return None
+            return Measure(None, self._judge)
         before = before.to(device=context.signal.device)
-        return (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
+        drift = (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
+        return Measure(drift, self._judge)
 
-    def judge(self, context: GateContext, score: float | None) -> Verdict:
+    def _judge(self, score: float | None) -> Verdict:
         if score is None:
             return Verdict(False, reason="no probe residual to compare with")
         return Verdict(score < self.threshold, score, f"drift {'<' if score < self.threshold else '>='} threshold")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import cachekit as ck
-from cachekit.engine.rules import GateContext, Guards, Rule, StackSpec, Verdict
+from cachekit.engine.rules import GateContext, Guards, Measure, Rule, StackSpec, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
 
@@ -43,13 +43,10 @@ class TurnsConfig(CacheConfig):
 class _Turns:
     seen: list[int] = field(default_factory=list)
 
-    def measure(self, context: GateContext) -> Tensor | None:
-        return None
-
-    def judge(self, context: GateContext, score: float | None) -> Verdict:
+    def measure(self, context: GateContext) -> Measure:
         self.seen.append(context.now.step)
         sample = self.seen.count(context.now.step) - 1
-        return Verdict((context.now.step + sample) % 3 != 0)
+        return Measure(None, lambda score: Verdict((context.now.step + sample) % 3 != 0))
 
     def decide(self, context: GateContext) -> Verdict:
         sample = ("cond", "uncond").index(context.branch)
