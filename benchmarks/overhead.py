@@ -78,6 +78,7 @@ def skipping(size: Size) -> list[Figure]:
         "FirstBlock": cachekit.FirstBlockCacheConfig(threshold=_threshold(pipe, loop)),
         "MagCache": cachekit.MagCacheConfig(mag_ratios=cachekit.FLUX_MAG_RATIOS),
         "TaylorSeer": cachekit.TaylorSeerCacheConfig(cache_interval=3),
+        "Schedule": cachekit.ScheduleCacheConfig(range(0, size.steps, 2)),
     }
     plain, *cached = interleaved(pipe, loop, (None, *configs.values()), size.rounds, size.clock)
     show = partial(figure, "skipped work")
@@ -92,9 +93,10 @@ def skipping(size: Size) -> list[Figure]:
         speed_ups = [a.seconds / b.seconds for a, b in zip(plain, timings, strict=True)]
         turned = [speed_up / (counts.calls / effective) for speed_up in speed_ups]
         figures.append(show(f"{name}, {counts.computed} of {counts.calls} computed", speed_ups, "x"))
-        goal = 0.97 if name == "FirstBlock" else None
+        goal = 0.97 if name in ("FirstBlock", "Schedule") else None
         figures.append(show("  speed-up / work ratio", turned, "", goal, at_most=False))
-        figures.append(show("  ceiling set by the work outside", [effective / (effective + reused * outside)], ""))
+        idle = 0.0 if name == "Schedule" else outside
+        figures.append(show("  ceiling set by the work outside", [effective / (effective + reused * idle)], ""))
     return figures
 
 

@@ -1,16 +1,24 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cache_context, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
-from cachekit.calibration import MagnitudeRatios, calibrate_magnitudes
+from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
-from cachekit.errors import CacheConflictError, CacheKitError, CacheWarning, ConfigError, UnsupportedModelError
+from cachekit.errors import (
+    CacheConflictError,
+    CacheKitError,
+    CacheWarning,
+    ConfigError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from cachekit.mixin import CacheMixin
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    ScheduleCacheConfig,
     SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
@@ -29,6 +37,9 @@ __all__ = [
     "Handle",
     "MagCacheConfig",
     "MagnitudeRatios",
+    "Profile",
+    "ProfileMismatchError",
+    "ScheduleCacheConfig",
     "SeaCacheConfig",
     "Stats",
     "TaylorSeerCacheConfig",
@@ -38,6 +49,7 @@ __all__ = [
     "__version__",
     "cache_context",
     "cached",
+    "calibrate",
     "calibrate_magnitudes",
     "disable_cache",
     "enable_cache",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from cachekit.engine import observers
-from cachekit.engine.attach import attach, refuse_whole_compile
+from cachekit.engine.attach import attach
 from cachekit.engine.denoiser import DenoiserEngine
 from cachekit.engine.discovery import find_denoisers, unwrap
 from cachekit.engine.member import Member
@@ -127,6 +127,7 @@ def enable_cache(
         UnsupportedModelError: nothing can be skipped in a denoiser, or the target has no denoiser.
         CacheConflictError: this strategy, one that it does not go with, diffusers' own cache or cache-dit's is
             enabled already.
+        ProfileMismatchError: a config from a profile that was made for another pipeline.
         ValueError, TypeError: a bad config. In every case nothing is changed.
     """
     chosen = _chosen(config, overrides)
@@ -138,6 +139,10 @@ def enable_cache(
             )
         for name, module in denoisers.items():
             _refuse_conflicts(target, name, module, chosen)
+        for item in chosen:
+            check = find_strategy(item).check
+            if check is not None:
+                check(item, target)
         members: list[tuple[str, nn.Module, Member]] = []
         enabled: list[tuple[DenoiserEngine, Member]] = []
         try:
@@ -296,7 +301,6 @@ def _members(name: str, module: nn.Module, chosen: Sequence[CacheConfig], strict
 
 
 def _member(name: str, module: nn.Module, config: CacheConfig, rules: Sequence[Rule], strict: bool) -> Member:
-    refuse_whole_compile(module)
     sites: list[Site] = []
     try:
         for rule in rules:

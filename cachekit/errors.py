@@ -22,6 +22,10 @@ class ConfigError(CacheKitError, ValueError):
     """A config has an unknown field or a bad value."""
 
 
+class ProfileMismatchError(CacheKitError):
+    """A calibration result does not fit the pipeline that it is used on."""
+
+
 class CacheWarning(UserWarning):
     """Something did not work as a user would expect; the output is still right."""
 

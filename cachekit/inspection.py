@@ -28,7 +28,7 @@ from cachekit.engine.discovery import (
     timestep_names,
 )
 from cachekit.errors import CacheKitError
-from cachekit.strategies import CacheConfig, strategy_names, to_config
+from cachekit.strategies import CacheConfig, strategy_named, strategy_names
 from cachekit.zoo.pipelines import entry
 from cachekit.zoo.pipelines import names as zoo_names
 
@@ -126,17 +126,12 @@ def inspect_target(target: str) -> list[Inspection]:
 
 
 def _trials() -> list[tuple[str, CacheConfig]]:
-    """Every registered strategy with a config that needs nothing from the user; one more for a second site."""
-    trials: list[tuple[str, CacheConfig]] = []
-    for name in strategy_names():
-        try:
-            config = to_config(name, {})
-        except ValueError:
-            config = to_config(name, {"calibrate": True})
-        trials.append((name, config))
-        if hasattr(config, "use_lite_mode"):
-            trials.append((f"{name} (attention)", config.replaced(use_lite_mode=False)))
-    return trials
+    """Every registered strategy with configs that need nothing from the user."""
+    return [
+        (f"{name} ({variant})" if variant else name, config)
+        for name in strategy_names()
+        for variant, config in strategy_named(name).example_configs().items()
+    ]
 
 
 def _try(label: str, config: CacheConfig, module: nn.Module) -> StrategyReport:

@@ -1,5 +1,7 @@
 """Measure once, use in every later run."""
 
+from cachekit.calibration.calibrate import calibrate
 from cachekit.calibration.magnitudes import MagnitudeRatios, calibrate_magnitudes
+from cachekit.calibration.profile import FrontPoint, Profile
 
-__all__ = ["MagnitudeRatios", "calibrate_magnitudes"]
+__all__ = ["FrontPoint", "MagnitudeRatios", "Profile", "calibrate", "calibrate_magnitudes"]

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from cachekit.engine.denoiser_site import DenoiserSite
 from cachekit.engine.discovery import find_block_lists, find_unet, latent_names, unwrap
 from cachekit.engine.modules_site import ModulesSite
-from cachekit.engine.rules import ModulesSpec, StackSpec
+from cachekit.engine.rules import DenoiserSpec, ModulesSpec, StackSpec
 from cachekit.engine.sites import Site
 from cachekit.engine.stack import StackSite
 from cachekit.errors import UnsupportedModelError
@@ -18,7 +19,7 @@ from cachekit.errors import UnsupportedModelError
 
 @singledispatch
 def attach(spec: Any, denoiser: nn.Module) -> Site:
-    """Hook the places that `spec` names in a denoiser (without a `torch.compile` wrapper).
+    """Hook the places that `spec` names in a denoiser.
 
     Raises:
         UnsupportedModelError: there is no such place, or hooks there would never run.
@@ -27,13 +28,20 @@ def attach(spec: Any, denoiser: nn.Module) -> Site:
 
 
 @attach.register
+def _(spec: DenoiserSpec, denoiser: nn.Module) -> Site:
+    return DenoiserSite()
+
+
+@attach.register
 def _(spec: ModulesSpec, denoiser: nn.Module) -> Site:
+    refuse_whole_compile(denoiser)
     refuse_compiled_parents(denoiser, (*spec.modules, *spec.zeroed))
     return ModulesSite(spec, denoiser)
 
 
 @attach.register
 def _(spec: StackSpec, denoiser: nn.Module) -> Site:
+    refuse_whole_compile(denoiser)
     if not latent_names(denoiser):
         raise UnsupportedModelError(
             f"{type(denoiser).__name__}.forward names no argument for the latents; give it a parameter hidden_states"

@@ -73,3 +73,24 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)) and depth:
         for item in value:
             yield from tensors_in(item, depth - 1)
+
+
+Path = tuple[Key, ...]
+
+
+def replace_tensors(value: Any, replace: Callable[[torch.Tensor, Path], Any], path: Path = ()) -> Any:
+    """A nested result of the same form in which every tensor gave way to `replace(tensor, path)`."""
+    if isinstance(value, torch.Tensor):
+        return replace(value, path)
+    if isinstance(value, (Mapping, list, tuple)):
+        return rebuild(value, {key: replace_tensors(part, replace, (*path, key)) for key, part in items(value)})
+    return value
+
+
+def fill_tensors(form: Any, fill: Callable[[Any, Path], torch.Tensor], path: Path = ()) -> Any:
+    """The other way round: what :func:`replace_tensors` put in (a tensor or a dtype) gives way to a tensor."""
+    if isinstance(form, (torch.Tensor, torch.dtype)):
+        return fill(form, path)
+    if isinstance(form, (Mapping, list, tuple)):
+        return rebuild(form, {key: fill_tensors(part, fill, (*path, key)) for key, part in items(form)})
+    return form

@@ -55,7 +55,7 @@ class DenoiserEngine:
         self._local = threading.local()
         self._lock = threading.Lock()
         self.removed = False
-        self._root = Hook(module, self._handle, eager=True)
+        self._root = Hook(module, self._handle)
         observers.acquire(self)
 
     # life
@@ -107,6 +107,7 @@ class DenoiserEngine:
         self.members = tuple(sorted(members, key=lambda member: member.lossless))
         parts = [part for member in self.members for part in member.parts]
         self._parts = tuple(sorted(parts, key=lambda part: part.site.rank))
+        self._root.set_eager(self._hooks_inside)
 
     def update(self, member: Member, rules: Sequence[Rule], label: str) -> None:
         """Use other rules on the same sites from the next call on; what is held is let go."""
@@ -126,10 +127,19 @@ class DenoiserEngine:
         for hook in (self._root, *self._site_hooks()):
             hook.ensure()
         if module is self.module:
-            self.say(WHOLE_COMPILE)
+            self.say_if_compiled(WHOLE_COMPILE)
+
+    @property
+    def _hooks_inside(self) -> bool:
+        return any(part.site.hooks for part in self._parts)
 
     def _site_hooks(self) -> Iterator[Hook]:
         return (hook for part in self._parts for hook in part.site.hooks)
+
+    def say_if_compiled(self, text: str) -> None:
+        """The denoiser was compiled as a whole: matters to those that hook modules inside it."""
+        if self._hooks_inside:
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Something is wrong with every cache on this denoiser as such."""

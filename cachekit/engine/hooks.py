@@ -36,6 +36,12 @@ class Hook:
             self._point: _Point | None = _Point.of(module)
             self._point.change((*self._point.hooks, self))
 
+    def set_eager(self, eager: bool) -> None:
+        """Switch between the module's own forward and the one compiled in place."""
+        self.eager = eager
+        if self._point is not None:
+            self._point.change(self._point.hooks)
+
     @property
     def in_place(self) -> bool:
         """False when a later `module.compile()` took the slot."""

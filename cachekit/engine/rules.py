@@ -172,6 +172,16 @@ class ModulesSpec:
 
 
 @dataclass(frozen=True)
+class DenoiserSpec:
+    """Site: the whole denoiser. Nothing is looked for or hooked inside."""
+
+    place: ClassVar[str] = "the whole denoiser"
+
+
+Spec = StackSpec | ModulesSpec | DenoiserSpec
+
+
+@dataclass(frozen=True)
 class Rule:
     """A strategy, or one of the rules that it consists of, taken apart.
 
@@ -181,7 +191,7 @@ class Rule:
     `per_sample` lets the samples of a batch decide separately where the site can split it; needs a `ScoredGate`.
     """
 
-    site: StackSpec | ModulesSpec
+    site: Spec
     gate: Gate
     predictor: Predictor
     guards: Guards = field(default_factory=Guards)

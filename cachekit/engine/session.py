@@ -45,7 +45,7 @@ class Session:
         for engine in self.engines:
             current = getattr(self.pipeline, engine.name, None) if engine.name else None
             if getattr(current, "_orig_mod", None) is not None and engine.serves(current):
-                engine.say(WHOLE_COMPILE)
+                engine.say_if_compiled(WHOLE_COMPILE)
             components = getattr(self.pipeline, "components", {}).values()
             if engine.name and not any(engine.serves(component) for component in components):
                 engine.say(

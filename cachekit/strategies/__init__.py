@@ -12,6 +12,7 @@ from cachekit.strategies.base import (
 from cachekit.strategies.combination import conflict
 from cachekit.strategies.first_block import FirstBlockCacheConfig
 from cachekit.strategies.magcache import FLUX_MAG_RATIOS, MagCacheConfig
+from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.seacache import SeaCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 
@@ -20,6 +21,7 @@ __all__ = [
     "CacheConfig",
     "FirstBlockCacheConfig",
     "MagCacheConfig",
+    "ScheduleCacheConfig",
     "SeaCacheConfig",
     "Strategy",
     "TaylorSeerCacheConfig",

@@ -91,8 +91,9 @@ class CacheConfig:
         return type(self)(**{**kept, **fields})
 
     def __str__(self) -> str:
-        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        given = {f.name: shown[f.name] for f in dataclasses.fields(self) if not _equal(shown[f.name], f.default)}
+        fields = [field for field in dataclasses.fields(self) if getattr(field.default, "repr", True)]
+        shown = {field.name: getattr(self, field.name) for field in fields}
+        given = {f.name: shown[f.name] for f in fields if not _equal(shown[f.name], f.default)}
         return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given.items())})"
 
 
@@ -109,6 +110,9 @@ class Strategy:
         build: makes the rules for one denoiser.
         lossless: True when the output equals the uncached one.
         translate: makes our config from diffusers' config object of the same name.
+        check: refuses a target that a config was not made for, before anything is changed.
+        examples: makes configs that work without anything from the user, by what sets them apart ("" for the plain
+            one); None where the defaults do.
     """
 
     name: str
@@ -116,6 +120,12 @@ class Strategy:
     build: Builder
     lossless: bool = False
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    check: Callable[[Any, Any], None] | None = None
+    examples: Callable[[], dict[str, CacheConfig]] | None = None
+
+    def example_configs(self) -> dict[str, CacheConfig]:
+        """What sets it apart -> a config that works without anything from the user."""
+        return self.examples() if self.examples is not None else {"": self.config_class()}
 
 
 _strategies: dict[str, Strategy] = {}
@@ -126,11 +136,13 @@ def strategy(
     config_class: type[CacheConfig],
     lossless: bool = False,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    check: Callable[[Any, Any], None] | None = None,
+    examples: Callable[[], dict[str, CacheConfig]] | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register the decorated function `(config, denoiser) -> list[Rule]` as a strategy."""
 
     def register(build: Builder) -> Builder:
-        _strategies[name] = Strategy(name, config_class, build, lossless, translate)
+        _strategies[name] = Strategy(name, config_class, build, lossless, translate, check, examples)
         return build
 
     return register
@@ -193,6 +205,8 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict) and list(value) == [""]:
+        value = value[""]
     if isinstance(value, (tuple, list)) and len(value) > 4:
         return f"<{len(value)} values>"
     return f"{value!r}" if not isinstance(value, dict) else f"<{', '.join(map(str, value))}>"

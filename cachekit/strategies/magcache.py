@@ -93,7 +93,11 @@ class _Listen:
         return Verdict(False, reason=CALIBRATION_REASON)
 
 
-@strategy("magcache", MagCacheConfig)
+def _examples() -> dict[str, CacheConfig]:
+    return {"": MagCacheConfig(calibrate=True)}
+
+
+@strategy("magcache", MagCacheConfig, examples=_examples)
 def magcache(config: MagCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Magnitude gate, last change of the block stack; or the calibration run."""
     if config.calibrate:

@@ -79,7 +79,11 @@ def _from_diffusers(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-@strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers)
+def _examples() -> dict[str, CacheConfig]:
+    return {"": TaylorSeerCacheConfig(), "attention": TaylorSeerCacheConfig(use_lite_mode=False)}
+
+
+@strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers, examples=_examples)
 def taylorseer(config: TaylorSeerCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Fixed interval after the warm-up, divided differences."""
     warmup = config.disable_cache_before_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ KNOWN_UNBUILDABLE: frozenset[str] = frozenset()
 ALL = cases()
 
 pytestmark = pytest.mark.xdist_group("cases")  # shares built models
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower with more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda case: case.name)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
-import torch
-
-import cachekit as ck
 
 from . import checks
 from .cases import cases
@@ -31,16 +27,6 @@ EXEMPLARS = (
     "unet-2d-condition",
 )
 ALL = {case.name: case for case in cases()}
-# No attention that can be hooked: its projections are functions of the block, or there is none.
-NO_ATTENTION: frozenset[str] = frozenset()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.lru_cache(maxsize=2)
@@ -53,10 +39,6 @@ def test_shared_loop(name: str) -> None:
     """Contracts 1-4, 6 and 9 in one loop per class and strategy."""
     subject = subject_of(name)
     for settings in checks.STRATEGIES.values():
-        if settings.name == "taylorseer-attention" and name in NO_ATTENTION:
-            with pytest.raises(ck.UnsupportedModelError, match="attention"):
-                ck.enable_cache(subject.model, settings.always)
-            continue
         checks.nothing_to_skip(subject, settings)
         checks.skips_and_repeats(subject, settings)
         checks.frozen_inputs_are_exact(subject, settings)
@@ -73,8 +55,6 @@ def test_remaining_contracts(name: str) -> None:
     """Aborted runs, other sizes and batches in between, copies made while enabled."""
     subject = subject_of(name)
     for settings in checks.STRATEGIES.values():
-        if settings.name == "taylorseer-attention" and name in NO_ATTENTION:
-            continue
         checks.aborted_runs_do_not_leak(subject, settings)
     checks.copies_are_plain(subject, checks.STRATEGIES["first_block"])
     checks.restores(subject)

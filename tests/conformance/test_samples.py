@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import cachekit as ck
 from cachekit.engine.rules import GateContext, Guards, Measure, Rule, StackSpec, Verdict

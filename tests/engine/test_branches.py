@@ -9,10 +9,9 @@ import torch
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, ScriptedConfig, Stack, bare_loop, latents, of_time, pattern, prompt, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 COND, UNCOND, THIRD = ({"encoder_hidden_states": prompt(seed)} for seed in (1, 2, 3))
 CONFIGS: dict[str, Any] = {
     "first_block": ck.FirstBlockCacheConfig(threshold=0.3),

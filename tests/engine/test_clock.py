@@ -19,7 +19,7 @@ from diffusers import (
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import (
     ALWAYS,
     ScriptedConfig,
@@ -35,7 +35,6 @@ from ..toys import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-TINY = {tiny.name: tiny for tiny in pipelines()}
 NEVER = ScriptedConfig(computed=tuple(range(100)))
 NAMES = (
     "CogVideoXDDIMScheduler",

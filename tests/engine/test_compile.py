@@ -12,11 +12,10 @@ from torch import nn
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ScriptedConfig, Stack, bare_loop, of_time, pattern
 from .test_disable_restores import traces
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 SCRIPT = ScriptedConfig(computed=(0, 4))
 
 

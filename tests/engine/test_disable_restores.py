@@ -17,10 +17,9 @@ from torch import nn
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, Block, Stack, ToyPipeline, bare_loop, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 CONFIGS = [ALWAYS, ck.TaylorSeerCacheConfig(cache_interval=2), ck.TaylorSeerCacheConfig(use_lite_mode=False)]
 
 

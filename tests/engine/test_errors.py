@@ -12,11 +12,9 @@ from torch import nn
 import cachekit as ck
 from cachekit.engine.denoiser import DenoiserEngine
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, Stack, ToyPipeline, bare_loop, toy_pipeline
 from .test_disable_restores import traces
-
-TINY = {tiny.name: tiny for tiny in pipelines()}
 
 
 class NoBlocks(nn.Module):

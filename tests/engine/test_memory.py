@@ -14,10 +14,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import cachekit as ck
 
 from ..conformance.cases import cases
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, ScriptedConfig, Stack, ToyPipeline, bare_loop, latents, of_time, prompt, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 COND, UNCOND = {"encoder_hidden_states": prompt(1)}, {"encoder_hidden_states": prompt(2)}
 DELTA = latents().nbytes
 

@@ -9,7 +9,7 @@ import torch
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import Stack, bare_loop, of_time, pattern, prompt, toy_pipeline
 
 NEVER: dict[str, Any] = {
@@ -20,7 +20,6 @@ NEVER: dict[str, Any] = {
     "taylorseer late": ck.TaylorSeerCacheConfig(disable_cache_before_step=100),
     "taylorseer stopped": ck.TaylorSeerCacheConfig(disable_cache_after_step=0),
 }
-TINY = {tiny.name: tiny for tiny in pipelines()}
 
 
 @pytest.mark.parametrize("config", NEVER.values(), ids=NEVER)

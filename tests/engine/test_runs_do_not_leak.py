@@ -11,10 +11,9 @@ from diffusers import EulerDiscreteScheduler
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import Stack, ToyPipeline, bare_loop, latents, pattern, prompt, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 CONFIGS = {
     "first_block": ck.FirstBlockCacheConfig(threshold=0.3),
     "magcache": ck.MagCacheConfig(threshold=0.2, mag_ratios=[1.02] * 8, retention_ratio=0.2),

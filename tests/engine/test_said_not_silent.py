@@ -12,10 +12,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import cachekit as ck
 from cachekit.engine import observers
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, ScriptedConfig, Stack, ToyPipeline, bare_loop, of_time, pattern, prompt, toy_pipeline
-
-TINY = {tiny.name: tiny for tiny in pipelines()}
 
 
 def heard(function: Any) -> list[str]:

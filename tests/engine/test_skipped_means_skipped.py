@@ -17,10 +17,9 @@ from torch import nn
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, ScriptedConfig, Stack, bare_loop, latents, of_time, pattern, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 SCRIPT = ScriptedConfig(computed=(0, 4))
 
 

@@ -11,10 +11,9 @@ from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ScriptedConfig, Stack, ToyPipeline, bare_loop, latents, pattern, prompt, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 CONFIG = ScriptedConfig(computed=(0, 3))
 
 

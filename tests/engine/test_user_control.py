@@ -9,10 +9,9 @@ import torch
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ScriptedConfig, Stack, bare_loop, latents, of_time, pattern, prompt, reasons, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 ONCE = ScriptedConfig(computed=(0,))
 TIMES = [torch.tensor(float(time)) for time in range(8, 0, -1)]
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 import cachekit as ck
 
-from .tiny import TinyPipeline, pipelines
+from .tiny import TINY, TinyPipeline
 
 STEPS = 8
-ALL = {tiny.name: tiny for tiny in pipelines()}
-TWO_CALLS = [name for name, tiny in ALL.items() if tiny.two_call_guidance]
+TWO_CALLS = [name for name, tiny in TINY.items() if tiny.two_call_guidance]
 CONTROLLED = ("flux-controlnet", "sd15-controlnet")
 HEAVY = (*CONTROLLED, "hunyuan-video", "lumina2")
 STRATEGIES = ("first_block", "magcache", "taylorseer", "taylorseer-attention")
@@ -30,6 +29,7 @@ ENTRIES = {"flux-img2img": 6, "sd15": STEPS + 1, "sd15-controlnet": STEPS + 1}
 TWO_STEPS = ("flux2", "wan-two-experts")
 """Pipelines whose magnitude ratios are made by `MagCacheConfig(calibrate=True)`, the others by the function."""
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
+Curve = Sequence[float] | Mapping[str, Sequence[float]]
 
 
 class AbortError(Exception):
@@ -38,7 +38,7 @@ class AbortError(Exception):
 
 def names(*chosen: str) -> list[Any]:
     """Pipelines as test parameters, the heaviest marked slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in chosen or ALL]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in chosen or TINY]
 
 
 def entries(name: str) -> int:
@@ -48,18 +48,18 @@ def entries(name: str) -> int:
 
 def branches(name: str, guidance: bool) -> int:
     """Denoiser calls per entry."""
-    return 2 if guidance and ALL[name].two_call_guidance else 1
+    return 2 if guidance and TINY[name].two_call_guidance else 1
 
 
 @cache
 def built(name: str) -> DiffusionPipeline:
-    return ALL[name].build()
+    return TINY[name].build()
 
 
 @cache
 def uncached(name: str, guidance: bool) -> Tensor:
     assert not ck.is_cache_enabled(built(name))
-    return ALL[name].call(built(name), steps=STEPS, guidance=guidance)
+    return TINY[name].call(built(name), steps=STEPS, guidance=guidance)
 
 
 class _Listener:
@@ -82,7 +82,7 @@ def arguments(tiny: TinyPipeline, **options: Any) -> dict[str, Any]:
 @cache
 def ratios(name: str) -> Mapping[str, Sequence[float]]:
     """Magnitude ratios of one guided run, by the two-step flow or by the function."""
-    tiny, pipe = ALL[name], built(name)
+    tiny, pipe = TINY[name], built(name)
     if name not in TWO_STEPS:
         return ck.calibrate_magnitudes(pipe, "a cat", STEPS, **arguments(tiny)).ratios
     with ck.cached(pipe, ck.MagCacheConfig(calibrate=True, num_inference_steps=STEPS)) as handle:
@@ -90,24 +90,23 @@ def ratios(name: str) -> Mapping[str, Sequence[float]]:
         return handle.stats().magnitude_ratios
 
 
-def never(name: str, strategy: str) -> ck.CacheConfig:
-    """Settings under which nothing may be skipped."""
-    return {
-        "first_block": lambda: ck.FirstBlockCacheConfig(0.0),
-        "magcache": lambda: ck.MagCacheConfig(threshold=0.0, mag_ratios=ratios(name)),
-        "taylorseer": lambda: ck.TaylorSeerCacheConfig(1),
-        "taylorseer-attention": lambda: ck.TaylorSeerCacheConfig(1, use_lite_mode=False),
-    }[strategy]()
+def never(name: str, strategy: str, mag_ratios: Curve | None = None) -> ck.CacheConfig:
+    """Settings under which nothing may be skipped; the magnitude ratios are measured unless given."""
+    return _settings(name, strategy, mag_ratios, threshold=0.0, interval=1)
 
 
-def always(name: str, strategy: str) -> ck.CacheConfig:
-    """Settings under which all is skipped that the strategy can skip."""
-    return {
-        "first_block": lambda: ck.FirstBlockCacheConfig(1e9),
-        "magcache": lambda: ck.MagCacheConfig(threshold=1e9, mag_ratios=ratios(name)),
-        "taylorseer": lambda: ck.TaylorSeerCacheConfig(3),
-        "taylorseer-attention": lambda: ck.TaylorSeerCacheConfig(3, use_lite_mode=False),
-    }[strategy]()
+def always(name: str, strategy: str, mag_ratios: Curve | None = None) -> ck.CacheConfig:
+    """Settings under which all is skipped that the strategy can skip; the ratios as for `never`."""
+    return _settings(name, strategy, mag_ratios, threshold=1e9, interval=3)
+
+
+def _settings(name: str, strategy: str, mag_ratios: Curve | None, threshold: float, interval: int) -> ck.CacheConfig:
+    if strategy == "first_block":
+        return ck.FirstBlockCacheConfig(threshold)
+    if strategy == "magcache":
+        return ck.MagCacheConfig(threshold=threshold, mag_ratios=mag_ratios or ratios(name))
+    lite = {"taylorseer": True, "taylorseer-attention": False}[strategy]
+    return ck.TaylorSeerCacheConfig(interval, use_lite_mode=lite)
 
 
 @contextmanager
@@ -116,7 +115,7 @@ def counted(name: str) -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     handles = [
         getattr(built(name), part).register_forward_pre_hook(lambda *_, part=part: counts.update([part]))
-        for part in ALL[name].denoisers
+        for part in TINY[name].denoisers
     ]
     try:
         yield counts
@@ -164,7 +163,7 @@ class Record:
 @cache
 def record(name: str, strategy: str, guidance: bool) -> Record:
     """A run that skips always."""
-    tiny, pipe = ALL[name], built(name)
+    tiny, pipe = TINY[name], built(name)
     with ck.cached(pipe, always(name, strategy)) as handle:
         with counted(name) as calls:
             output = tiny.call(pipe, steps=STEPS, guidance=guidance)

@@ -4,7 +4,6 @@ stay equal whatever ran in between, and disabling restores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from diffusers import DiffusionPipeline
 import cachekit as ck
 
 from .runs import (
-    ALL,
     CONTROLLED,
     STEPS,
     STRATEGIES,
@@ -31,6 +29,7 @@ from .runs import (
     record,
     uncached,
 )
+from .tiny import TINY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::cachekit.CacheWarning"),
@@ -46,14 +45,6 @@ UNINTERRUPTED = ("aura-flow", "lumina2", "pixart-alpha", "pixart-sigma")
 SCHEDULE_COPY = "cachekit.engine.clock: tolist"
 STOP = 2
 """The step after which a run is aborted."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def abort(_: DiffusionPipeline, index: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +67,7 @@ def interrupt(pipe: DiffusionPipeline, index: int, _: Any, values: dict[str, Any
 def test_never_skipping_changes_no_bit(name: str, strategy: str, guidance: bool) -> None:
     base = uncached(name, guidance)
     with ck.cached(built(name), never(name, strategy)) as handle:
-        output = ALL[name].call(built(name), steps=STEPS, guidance=guidance)
+        output = TINY[name].call(built(name), steps=STEPS, guidance=guidance)
         stats = handle.stats()
     assert stats.reused == 0
     assert torch.equal(output, base)
@@ -90,7 +81,7 @@ def test_never_skipping_changes_no_bit(name: str, strategy: str, guidance: bool)
 @pytest.mark.parametrize("name", names())
 def test_always_skipping_reuses_and_repeats(name: str, strategy: str, guidance: bool) -> None:
     run = record(name, strategy, guidance)
-    for part in ALL[name].denoisers:
+    for part in TINY[name].denoisers:
         assert run.stats.denoisers[part].last.reused > 0, str(run.stats)
     assert run.output.shape == uncached(name, guidance).shape
     assert torch.isfinite(run.output).all()
@@ -102,7 +93,7 @@ def test_always_skipping_reuses_and_repeats(name: str, strategy: str, guidance: 
 @every_strategy
 @pytest.mark.parametrize("name", names())
 def test_an_aborted_run_and_other_runs_do_not_leak(name: str, strategy: str) -> None:
-    tiny, pipe = ALL[name], built(name)
+    tiny, pipe = TINY[name], built(name)
     base, clean = uncached(name, True), record(name, strategy, True)
     with ck.cached(pipe, always(name, strategy)):
         with counted(name) as calls, pytest.raises(AbortError):
@@ -116,9 +107,9 @@ def test_an_aborted_run_and_other_runs_do_not_leak(name: str, strategy: str) -> 
 
 
 @pytest.mark.parametrize("strategy", ["first_block", "taylorseer"])
-@pytest.mark.parametrize("name", names(*(name for name in ALL if name not in UNINTERRUPTED)))
+@pytest.mark.parametrize("name", names(*(name for name in TINY if name not in UNINTERRUPTED)))
 def test_an_interrupted_run_does_not_leak(name: str, strategy: str) -> None:
-    tiny, pipe = ALL[name], built(name)
+    tiny, pipe = TINY[name], built(name)
     clean = record(name, strategy, False)
     with ck.cached(pipe, always(name, strategy)):
         with counted(name) as calls:
@@ -152,7 +143,7 @@ def test_statistics_tell_what_happened(name: str, strategy: str, guidance: bool)
 @pytest.mark.parametrize("name", names(*TWO_CALLS))
 def test_both_branches_have_one_pattern(name: str, strategy: str) -> None:
     run = record(name, strategy, True)
-    for part in ALL[name].denoisers:
+    for part in TINY[name].denoisers:
         last = run.stats.denoisers[part].last
         assert last.branches == ("cond", "uncond")
         cond, uncond = ([decision.reused for decision in last.of(branch)] for branch in last.branches)
@@ -188,7 +179,7 @@ def test_host_syncs(name: str, strategy: str) -> None:
 def test_reads_while_the_layout_is_learned_are_told() -> None:
     pipe = built("flux")
     with ck.cached(pipe, always("flux", "taylorseer")) as handle, read_backs() as reads:
-        ALL["flux"].call(pipe, steps=2)
+        TINY["flux"].call(pipe, steps=2)
         assert handle.stats().host_syncs == len([read for read in reads if read != SCHEDULE_COPY])
 
 

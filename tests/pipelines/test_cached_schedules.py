@@ -4,7 +4,6 @@ magnitude ratios that such runs calibrate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 import cachekit as ck
 
 from .families import unet
-from .runs import ALL, STEPS, STRATEGIES, TWO_STEPS, always, arguments, branches, built, entries, names, never, ratios
+from .runs import STEPS, STRATEGIES, TWO_STEPS, always, arguments, branches, built, entries, names, never, ratios
+from .tiny import TINY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::cachekit.CacheWarning"),
@@ -27,37 +27,20 @@ SAMPLERS = {"ddim": STEPS, "euler": STEPS, "pndm": STEPS + 1, "heun": 2 * STEPS 
 STRENGTHS = {0.25: 2, 0.5: 4, 1.0: 8}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def sampled(sampler: str) -> tuple[DiffusionPipeline, Tensor]:
     """Stable Diffusion 1.5 with another sampler, and its uncached output."""
-    pipe = unet.scheduler(ALL["sd15"].build(), sampler)
-    return pipe, ALL["sd15"].call(pipe, steps=STEPS)
-
-
-def of(name: str, strategy: str, count: int) -> tuple[ck.CacheConfig, ck.CacheConfig]:
-    """Settings that never and that always skip; the ratios need not be measured for this."""
-    if strategy == "magcache":
-        curve = [1.01] * count
-        return ck.MagCacheConfig(threshold=0.0, mag_ratios=curve), ck.MagCacheConfig(threshold=1e9, mag_ratios=curve)
-    return never(name, strategy), always(name, strategy)
+    pipe = unet.scheduler(TINY["sd15"].build(), sampler)
+    return pipe, TINY["sd15"].call(pipe, steps=STEPS)
 
 
 def check(name: str, pipe: DiffusionPipeline, base: Tensor, strategy: str, count: int, **options: Any) -> ck.RunStats:
     """One run that never skips and two that always do; the statistics of the last one."""
-    tiny = ALL[name]
-    nothing, everything = of(name, strategy, count)
-    with ck.cached(pipe, nothing) as handle:
+    tiny, curve = TINY[name], [1.01] * count
+    with ck.cached(pipe, never(name, strategy, curve)) as handle:
         assert torch.equal(tiny.call(pipe, steps=STEPS, **options), base)
         assert handle.stats().computed == handle.stats().calls == count
-    with ck.cached(pipe, everything) as handle:
+    with ck.cached(pipe, always(name, strategy, curve)) as handle:
         output = tiny.call(pipe, steps=STEPS, **options)
         assert torch.isfinite(output).all()
         assert torch.equal(tiny.call(pipe, steps=STEPS, **options), output)
@@ -87,7 +70,7 @@ def test_samplers(sampler: str, count: int, strategy: str) -> None:
 @pytest.mark.parametrize(("sampler", "count"), SAMPLERS.items())
 def test_ratios_of_samplers(sampler: str, count: int) -> None:
     """A ratio per call; a run with them skips, and so does a run at another number of steps."""
-    tiny, (pipe, _) = ALL["sd15"], sampled(sampler)
+    tiny, (pipe, _) = TINY["sd15"], sampled(sampler)
     measured = ck.calibrate_magnitudes(pipe, "a cat", STEPS, **arguments(tiny))
     assert [len(curve) for curve in measured.ratios.values()] == [measured.steps] == [count]
     with ck.cached(pipe, ck.MagCacheConfig(threshold=1e9, mag_ratios=measured)):
@@ -102,7 +85,7 @@ def test_ratios_of_samplers(sampler: str, count: int) -> None:
 @pytest.mark.parametrize(("strength", "count"), STRENGTHS.items())
 def test_img2img_counts_the_executed_steps(strength: float, count: int, strategy: str) -> None:
     name, options = "flux-img2img", {"guidance": False, "strength": strength}
-    base = ALL[name].call(built(name), steps=STEPS, **options)
+    base = TINY[name].call(built(name), steps=STEPS, **options)
     last = check(name, built(name), base, strategy, count, **options)
     computed = {"first_block": 1, "magcache": max(round(0.2 * count), 1) + (count > 4)}.get(
         strategy, len({0, 1, *range(2, count, 3)} & set(range(count)))
@@ -113,7 +96,7 @@ def test_img2img_counts_the_executed_steps(strength: float, count: int, strategy
 @pytest.mark.parametrize("count", STRENGTHS.values())
 def test_ratios_of_img2img(count: int) -> None:
     name, pipe = "flux-img2img", built("flux-img2img")
-    options = arguments(ALL[name], guidance=False, strength=count / STEPS)
+    options = arguments(TINY[name], guidance=False, strength=count / STEPS)
     measured = ck.calibrate_magnitudes(pipe, "a cat", STEPS, **options)
     assert {branch: len(curve) for branch, curve in measured.ratios.items()} == {"cond": count}
 
@@ -132,7 +115,7 @@ def test_ratios_count_the_steps(name: str) -> None:
 
 @pytest.mark.parametrize("name", TWO_STEPS)
 def test_both_ways_of_calibrating_agree(name: str) -> None:
-    measured = ck.calibrate_magnitudes(built(name), "a cat", STEPS, **arguments(ALL[name]))
+    measured = ck.calibrate_magnitudes(built(name), "a cat", STEPS, **arguments(TINY[name]))
     assert not ck.is_cache_enabled(built(name))
     assert measured.ratios.keys() == ratios(name).keys()
     for branch, curve in measured.ratios.items():
@@ -145,9 +128,9 @@ def test_each_expert_starts_from_its_own_history(strategy: str) -> None:
     name = "wan-two-experts"
     pipe = built(name)
     with ck.cached(pipe, always(name, strategy)) as handle:
-        ALL[name].call(pipe, steps=STEPS)
+        TINY[name].call(pipe, steps=STEPS)
         stats = handle.stats()
-    high, low = (stats.denoisers[part].last for part in ALL[name].denoisers)
+    high, low = (stats.denoisers[part].last for part in TINY[name].denoisers)
     for branch in ("cond", "uncond"):
         before, after = high.of(branch), low.of(branch)
         assert [decision.step for decision in (*before, *after)] == list(range(STEPS))

@@ -6,14 +6,13 @@ import torch
 
 import cachekit as ck
 
-from .tiny import pipelines
+from .tiny import TINY
 
 
 def test_a_modular_flux_pipeline() -> None:
     from diffusers.modular_pipelines.flux import FluxAutoBlocks
 
-    torch.set_num_threads(1)
-    parts = next(item for item in pipelines() if item.name == "flux").build().components
+    parts = TINY["flux"].build().components
     pipe = FluxAutoBlocks().init_pipeline()
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None and "image" not in name})
 

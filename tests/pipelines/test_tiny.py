@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,33 +11,20 @@ import torch
 from diffusers import DiffusionPipeline
 
 from .families import unet
-from .tiny import TinyPipeline, pipelines
+from .runs import built
+from .tiny import TINY, TinyPipeline
 
 STEPS = 2
-ALL = {tiny.name: tiny for tiny in pipelines()}
 
 
-@cache
-def built(name: str) -> DiffusionPipeline:
-    return ALL[name].build()
-
-
-@pytest.fixture(params=list(ALL))
+@pytest.fixture(params=list(TINY))
 def tiny(request: pytest.FixtureRequest) -> TinyPipeline:
-    return ALL[request.param]
+    return TINY[request.param]
 
 
 @pytest.fixture
 def pipe(tiny: TinyPipeline) -> DiffusionPipeline:
     return built(tiny.name)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -59,9 +45,11 @@ def recorded(tiny: TinyPipeline, pipe: DiffusionPipeline) -> Iterator[list[tuple
         )
         for name in tiny.denoisers
     ]
-    yield calls
-    for handle in handles:
-        handle.remove()
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def batch_of(call: tuple[str, list[Any], dict[str, Any]]) -> int:
@@ -172,7 +160,7 @@ def test_every_block_changes_its_input(tiny: TinyPipeline, pipe: DiffusionPipeli
 
 @pytest.mark.parametrize(("name", "calls"), [("ddim", 6), ("euler", 6), ("heun", 11), ("pndm", 7)])
 def test_unet_schedulers_call_as_often_as_they_do(name: str, calls: int) -> None:
-    tiny = ALL["sd15"]
+    tiny = TINY["sd15"]
     pipe = unet.scheduler(tiny.build(), name)
     with recorded(tiny, pipe) as seen:
         output = tiny.call(pipe, steps=6)
@@ -181,7 +169,7 @@ def test_unet_schedulers_call_as_often_as_they_do(name: str, calls: int) -> None
 
 
 def test_both_wan_experts_run_and_differ() -> None:
-    tiny = ALL["wan-two-experts"]
+    tiny = TINY["wan-two-experts"]
     pipe = built(tiny.name)
     with recorded(tiny, pipe) as seen:
         tiny.call(pipe, steps=8)
@@ -192,7 +180,7 @@ def test_both_wan_experts_run_and_differ() -> None:
 
 
 def test_img2img_strength_shortens_the_run() -> None:
-    tiny = ALL["flux-img2img"]
+    tiny = TINY["flux-img2img"]
     pipe = built(tiny.name)
     for strength, calls in ((0.25, 2), (0.5, 4), (1.0, 8)):
         with recorded(tiny, pipe) as seen:

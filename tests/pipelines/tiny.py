@@ -1,49 +1,16 @@
-"""Every tiny pipeline of the end-to-end tests, in one list."""
+"""Every tiny pipeline of the end-to-end tests, by name."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
+from . import families
 from .base import TinyPipeline
-from .families import (
-    aura_flow,
-    cogvideox,
-    flux,
-    flux2,
-    hunyuan_video,
-    latte,
-    ltx,
-    lumina2,
-    mochi,
-    pixart,
-    qwen_image,
-    sana,
-    sd3,
-    unet,
-    wan,
-    z_image,
-)
 
-FAMILIES = (
-    aura_flow,
-    cogvideox,
-    flux,
-    flux2,
-    hunyuan_video,
-    latte,
-    ltx,
-    lumina2,
-    mochi,
-    pixart,
-    qwen_image,
-    sana,
-    sd3,
-    unet,
-    wan,
-    z_image,
-)
+__all__ = ["TINY", "TinyPipeline"]
 
-__all__ = ["TinyPipeline", "pipelines"]
-
-
-def pipelines() -> list[TinyPipeline]:
-    """All families, in a fixed order."""
-    return [tiny for module in FAMILIES for tiny in module.family()]
+MODULES = [
+    importlib.import_module(f"{families.__name__}.{info.name}") for info in pkgutil.iter_modules(families.__path__)
+]
+TINY: dict[str, TinyPipeline] = {tiny.name: tiny for module in MODULES for tiny in module.family()}

@@ -9,10 +9,8 @@ import torch
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import Stack, bare_loop, of_time, pattern, prompt, toy_pipeline
-
-TINY = {tiny.name: tiny for tiny in pipelines()}
 
 
 def test_first_block_follows_the_drift_since_the_last_computed_step() -> None:

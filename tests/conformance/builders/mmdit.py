@@ -202,7 +202,7 @@ def hidream(d: Draw) -> Inputs:
     }
 
 
-COGVIEW3 = {
+COGVIEW = {
     "patch_size": 2,
     "in_channels": 4,
     "out_channels": 4,
@@ -212,8 +212,6 @@ COGVIEW3 = {
     "text_embed_dim": 24,
     "time_embed_dim": 16,
     "condition_dim": 4,
-    "pos_embed_max_size": 12,
-    "sample_size": 8,
 }
 
 
@@ -223,22 +221,12 @@ def cogview(d: Draw) -> Inputs:
     return {**image(d), "original_size": size, "target_size": size, "crop_coords": torch.zeros(d.batch, 2)}
 
 
+COGVIEW3 = {**COGVIEW, "sample_size": 8, "pos_embed_max_size": 12}
 case("cogview3plus", "CogView3PlusTransformer2DModel", COGVIEW3)(cogview)
-COGVIEW4 = {key: value for key, value in COGVIEW3.items() if key != "pos_embed_max_size"}
-case("cogview4", "CogView4Transformer2DModel", {**COGVIEW4, "rope_axes_dim": (8, 8)})(cogview)
+COGVIEW4 = {**COGVIEW, "sample_size": 8, "rope_axes_dim": (8, 8)}
+case("cogview4", "CogView4Transformer2DModel", COGVIEW4)(cogview)
 
-GLM = {
-    "patch_size": 2,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 4,
-    "attention_head_dim": 8,
-    "num_attention_heads": 4,
-    "text_embed_dim": 24,
-    "time_embed_dim": 16,
-    "condition_dim": 4,
-    "prior_vq_quantizer_codebook_size": 16,
-}
+GLM = {**COGVIEW, "prior_vq_quantizer_codebook_size": 16}
 
 
 @case("glm-image", "GlmImageTransformer2DModel", GLM)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..case import RISING, THOUSAND, Draw, Inputs, case
-from .video import video
+from .video import LTX2, rotary, video
+from .wan import WAN
 
 TEXT = 5
 ANIMATE2 = {
@@ -72,18 +73,7 @@ def wan_animate2(d: Draw) -> Inputs:
     }
 
 
-FAR = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 4,
-    "rope_max_seq_len": 32,
-    "chunk_partition": (1, 2),
-}
+FAR = {**WAN, "chunk_partition": (1, 2)}
 
 
 @case(
@@ -199,21 +189,7 @@ def sana_wm(d: Draw) -> Inputs:
     }
 
 
-REFINER = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "audio_in_channels": 4,
-    "audio_out_channels": 4,
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 4,
-    "audio_cross_attention_dim": 8,
-    "num_layers": 4,
-    "caption_channels": 24,
-    "rope_double_precision": False,
-}
+REFINER = {**LTX2, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 8}
 
 
 @case(
@@ -226,12 +202,12 @@ REFINER = {
 def sana_wm_refiner(d: Draw) -> Inputs:
     """The audio layers of LTX-2 are there and never called."""
     tokens = d.pick(8, 12)
-    angles = torch.outer(torch.arange(tokens).float(), 1 / 100 ** torch.linspace(0, 1, 16)).repeat_interleave(2, dim=1)
+    cos, sin = rotary(tokens, 32)
     return {
         "hidden_states": d.latents(tokens, 4),
         "encoder_hidden_states": d.cond(TEXT, 24),
         "timestep": d.time(tokens),
-        "video_rotary_emb": (angles.cos()[None], angles.sin()[None]),
+        "video_rotary_emb": (cos[None], sin[None]),
         "encoder_attention_mask": d.ones(TEXT),
     }
 

@@ -12,11 +12,19 @@ from ..case import UNIT, Draw, Inputs, case
 TEXT = 5
 unet_case = partial(case, kind="unet", latent_name="sample")
 WIDTH = {"block_out_channels": (8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
+
+
+def blocks(kind: str) -> dict[str, Any]:
+    return {
+        "down_block_types": (f"CrossAttnDownBlock{kind}", f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"),
+        "up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}", f"CrossAttnUpBlock{kind}"),
+    }
+
+
 CONDITION = {
     **WIDTH,
+    **blocks("2D"),
     "sample_size": 16,
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     "cross_attention_dim": 24,
     "attention_head_dim": 2,
 }
@@ -102,13 +110,6 @@ def frames(d: Draw, channels: int = 4) -> Inputs:
         "sample": d.latents(channels, 3, *size(d)),
         "timestep": d.time(),
         "encoder_hidden_states": d.cond(TEXT, 24),
-    }
-
-
-def blocks(kind: str) -> dict[str, Any]:
-    return {
-        "down_block_types": (f"CrossAttnDownBlock{kind}", f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"),
-        "up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}", f"CrossAttnUpBlock{kind}"),
     }
 
 
@@ -224,9 +225,8 @@ DREAMLITE = {
 unet_case("dreamlite-unet", "DreamLiteUNetModel", DREAMLITE)(unet2d)
 
 XS = {
+    **blocks("2D"),
     "sample_size": 16,
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     "block_out_channels": (8, 16, 16),
     "norm_num_groups": 4,
     "cross_attention_dim": 24,

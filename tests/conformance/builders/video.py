@@ -1,4 +1,4 @@
-"""Video denoisers: Wan and relatives, CogVideoX, HunyuanVideo, LTX, Mochi, Cosmos and others."""
+"""Video denoisers: CogVideoX, Latte, LTX, Mochi, Cosmos and others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ..case import THOUSAND, UNIT, Draw, Inputs, case
+from ..case import UNIT, Draw, Inputs, case
 
 TEXT = 5
 
@@ -43,7 +43,7 @@ def frames_first(d: Draw, channels: int = 4, frames: int = 2) -> Inputs:
     return {**kwargs, "hidden_states": kwargs["hidden_states"].transpose(1, 2).contiguous()}
 
 
-def rotary(d: Draw, tokens: int, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(tokens: int, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.outer(torch.arange(tokens).float(), 1 / 100 ** torch.linspace(0, 1, dim // 2))
     angles = angles.repeat_interleave(2, dim=1)
     return angles.cos(), angles.sin()
@@ -65,7 +65,7 @@ cogvideox_case("cogvideox", config=COGVIDEOX)(frames_first)
 )
 def cogvideox_15(d: Draw) -> Inputs:
     kwargs = frames_first(d)
-    return {**kwargs, "image_rotary_emb": rotary(d, d.pick(8, 16)), "ofs": d.fill(2.0)}
+    return {**kwargs, "image_rotary_emb": rotary(d.pick(8, 16)), "ofs": d.fill(2.0)}
 
 
 CONSISID = {
@@ -198,18 +198,12 @@ case("ltx-video", "LTXVideoTransformer3DModel", LTX)(ltx)
 case("ltx-video-per-token-time", "LTXVideoTransformer3DModel", LTX)(partial(ltx, per_token=True))
 
 LTX2 = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
+    **LTX,
     "audio_in_channels": 4,
     "audio_out_channels": 4,
     "audio_num_attention_heads": 2,
     "audio_attention_head_dim": 8,
     "audio_cross_attention_dim": 16,
-    "num_layers": 4,
-    "caption_channels": 24,
     "rope_double_precision": False,
 }
 
@@ -326,72 +320,3 @@ motif_case("motif-video", config=MOTIF)(video)
 def motif_video_decoder(d: Draw) -> Inputs:
     """The last blocks decode a copy of the patch embedding, with the encoder's output as their text."""
     return {**video(d), "encoder_attention_mask": d.ones(TEXT), "image_embeds": d.cond(3, 12)}
-
-
-HELIOS = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 4,
-    "rope_dim": (4, 6, 6),
-}
-
-
-@case("helios", "HeliosTransformer3DModel", HELIOS)
-def helios(d: Draw) -> Inputs:
-    """History frames of three time scales stand before the latents, with time 0."""
-    kwargs = video(d)
-    height, width = kwargs["hidden_states"].shape[-2:]
-
-    def frames(first: int, last: int) -> torch.Tensor:
-        return torch.arange(first, last).expand(d.batch, -1)
-
-    return {
-        **kwargs,
-        "indices_hidden_states": frames(7, 9),
-        "latents_history_long": d.cond(4, 4, height, width),
-        "indices_latents_history_long": frames(0, 4),
-        "latents_history_mid": d.cond(4, 2, height, width),
-        "indices_latents_history_mid": frames(4, 6),
-        "latents_history_short": d.cond(4, 1, height, width),
-        "indices_latents_history_short": frames(6, 7),
-    }
-
-
-@case("helios-no-history", "HeliosTransformer3DModel", {**HELIOS, "guidance_cross_attn": False})
-def helios_no_history(d: Draw) -> Inputs:
-    return video(d)
-
-
-SKYREELS = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 4,
-    "rope_max_seq_len": 32,
-}
-case("skyreels-v2", "SkyReelsV2Transformer3DModel", SKYREELS)(video)
-
-
-@case(
-    "skyreels-v2-diffusion-forcing",
-    "SkyReelsV2Transformer3DModel",
-    {**SKYREELS, "inject_sample_info": True, "num_frame_per_block": 1},
-    times=THOUSAND,
-    unbatched=frozenset({"fps"}),
-    supports_batch=False,
-    batch_note="the model repeats the fps embedding per frame only, and cannot add it to a batch of two",
-)
-def skyreels_forcing(d: Draw) -> Inputs:
-    """Every latent frame has a timestep of its own; the first one is clean."""
-    time = d.time(2)
-    time[:, 0] = 0
-    return {**video(d), "timestep": time, "enable_diffusion_forcing": True, "fps": [0]}

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from ..case import Draw, Inputs, case
+from ..case import THOUSAND, Draw, Inputs, case
 from .video import video
 
-WAN = {
+BLOCKS = {
     "num_attention_heads": 2,
     "attention_head_dim": 16,
     "in_channels": 4,
@@ -18,8 +18,8 @@ WAN = {
     "freq_dim": 16,
     "ffn_dim": 32,
     "num_layers": 4,
-    "rope_max_seq_len": 32,
 }
+WAN = {**BLOCKS, "rope_max_seq_len": 32}
 case("wan-t2v", "WanTransformer3DModel", WAN)(video)
 
 
@@ -97,3 +97,51 @@ def anyflow(d: Draw) -> Inputs:
         "timestep": d.time(2),
         "r_timestep": torch.zeros(d.batch, 2),
     }
+
+
+HELIOS = {**BLOCKS, "rope_dim": (4, 6, 6)}
+
+
+@case("helios", "HeliosTransformer3DModel", HELIOS)
+def helios(d: Draw) -> Inputs:
+    """History frames of three time scales stand before the latents, with time 0."""
+    kwargs = video(d)
+    height, width = kwargs["hidden_states"].shape[-2:]
+
+    def frames(first: int, last: int) -> torch.Tensor:
+        return torch.arange(first, last).expand(d.batch, -1)
+
+    return {
+        **kwargs,
+        "indices_hidden_states": frames(7, 9),
+        "latents_history_long": d.cond(4, 4, height, width),
+        "indices_latents_history_long": frames(0, 4),
+        "latents_history_mid": d.cond(4, 2, height, width),
+        "indices_latents_history_mid": frames(4, 6),
+        "latents_history_short": d.cond(4, 1, height, width),
+        "indices_latents_history_short": frames(6, 7),
+    }
+
+
+@case("helios-no-history", "HeliosTransformer3DModel", {**HELIOS, "guidance_cross_attn": False})
+def helios_no_history(d: Draw) -> Inputs:
+    return video(d)
+
+
+case("skyreels-v2", "SkyReelsV2Transformer3DModel", WAN)(video)
+
+
+@case(
+    "skyreels-v2-diffusion-forcing",
+    "SkyReelsV2Transformer3DModel",
+    {**WAN, "inject_sample_info": True, "num_frame_per_block": 1},
+    times=THOUSAND,
+    unbatched=frozenset({"fps"}),
+    supports_batch=False,
+    batch_note="the model repeats the fps embedding per frame only, and cannot add it to a batch of two",
+)
+def skyreels_forcing(d: Draw) -> Inputs:
+    """Every latent frame has a timestep of its own; the first one is clean."""
+    time = d.time(2)
+    time[:, 0] = 0
+    return {**video(d), "timestep": time, "enable_diffusion_forcing": True, "fps": [0]}

@@ -1,4 +1,4 @@
-"""Every test here runs on one thread and must not leave anything behind on diffusers' classes."""
+"""Every test runs on one thread and must not leave anything behind on diffusers' classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from cachekit.engine import observers
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="session")
 def quick_collections() -> Iterator[None]:
     """What the imports made is not searched at every `gc.collect()`."""
     gc.collect()
@@ -20,8 +20,9 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    """The models are tiny, and threads that wait for each other are slow when tests run side by side."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,0 +1,171 @@
+"""Calibration: from uncached runs over some prompts to a front of schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from cachekit.calibration.identity import identify
+from cachekit.calibration.influence import NotAffineError, influences
+from cachekit.calibration.profile import FrontPoint, Profile
+from cachekit.calibration.runs import Batch
+from cachekit.calibration.search import Memo, Schedule, rank_correlation, refine, shortlist
+from cachekit.calibration.surrogate import Surrogate, gram_matrix
+from cachekit.metrics import psnr
+
+_STARTS = 8
+_SHORTLISTED = 3
+_HELD_BACK_SEED = 1_000_003
+
+
+def calibrate(
+    pipe: Any,
+    prompts: Sequence[str],
+    num_inference_steps: int = 28,
+    *,
+    budgets: Sequence[int] | None = None,
+    held_back: float = 0.25,
+    evaluations: int = 4,
+    depth: int = 3,
+    seed: int = 0,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **pipeline_kwargs: Any,
+) -> Profile:
+    """Find out, for every number of computed steps, which steps to compute and how to predict the others.
+
+    The uncached pipeline runs once over the calibration prompts. For each budget a cheap estimate
+    (:mod:`cachekit.calibration.surrogate`) proposes schedules; the best ones are then run for real, with coefficients
+    fitted in closed loop (:mod:`cachekit.calibration.fit`), and improved by local moves. The prompts that were held
+    back are drawn with every schedule found and compared with their uncached pictures.
+
+    Args:
+        pipe: a diffusers pipeline without an enabled cache; it is left as it was.
+        prompts: texts of the kind that will be drawn. Tens are better than a few: the worst prompt is what overfits.
+        num_inference_steps: number of steps, as the pipeline counts them.
+        budgets: numbers of computed steps; None for all from an eighth to four fifths of the steps.
+        held_back: share of the prompts that are kept for judging the result; 0 to judge nothing.
+        evaluations: further schedules that are run per budget in the local search.
+        depth: number of results that a prediction combines.
+        seed: of the noise and of the search.
+        resume: file to continue from and to write to after each budget; None keeps nothing.
+        progress: show a progress bar.
+        **pipeline_kwargs: whatever the pipeline is called with otherwise (guidance, size, negative prompt, ...). All
+            prompts of a group run as one batch.
+
+    Returns:
+        A profile; `ScheduleCacheConfig.from_profile(profile, speedup=2.5)` uses it.
+
+    Raises:
+        ValueError: no prompts, a bad budget, or a pipeline without a scheduler.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    known, judged = _split(texts, held_back)
+    batch = Batch(pipe, known, num_inference_steps, seed, pipeline_kwargs, depth)
+    batch.run_uncached()
+    steps = len(batch.reference)
+    counts = _budgets(budgets, steps)
+    shape = tuple(batch.reference.final.shape[1:])
+    told = {"num_inference_steps": num_inference_steps, **pipeline_kwargs}
+    identity = identify(pipe, steps, shape, told, texts)
+    done = _earlier(resume, identity.to_json())
+    notes: list[str] = []
+    try:
+        influence, fitted = influences(batch.reference), True
+    except NotAffineError as error:
+        influence, fitted = [1.0 / steps] * steps, False
+        notes.append(f"{error}; skipped steps are extrapolated instead")
+    gram = gram_matrix(batch.reference)
+    surrogate = Surrogate(gram, np.array(influence), depth)
+    judge = _Judge(replace(batch, prompts=judged, seed=seed + _HELD_BACK_SEED)) if judged else None
+
+    def profile(front: dict[int, FrontPoint]) -> Profile:
+        points = tuple(front[count] for count in sorted(front))
+        influences_found = torch.tensor(influence, dtype=torch.float64)
+        return Profile(
+            identity, torch.from_numpy(gram), influences_found, batch.magnitudes, points, len(known), tuple(notes)
+        )
+
+    correlations: list[float] = []
+    with tqdm(total=len(counts), desc="calibrating", unit="budget", disable=not progress) as bar:
+        for count in counts:
+            if count not in done:
+                schedule, memo = _search(batch, surrogate, count, evaluations, seed, fitted)
+                correlations.append(
+                    rank_correlation([surrogate.error(item) for item in memo.known], [*memo.known.values()])
+                )
+                rows = batch.rows[schedule]
+                done[count] = FrontPoint(
+                    schedule, rows, memo.known[schedule], () if judge is None else judge(schedule, rows)
+                )
+                if resume is not None:
+                    profile(done).save(resume)
+            bar.update()
+    told_ranks = [value for value in correlations if not math.isnan(value)]
+    if told_ranks:
+        notes.append(
+            f"rank correlation of the estimate with real runs among the schedules that were run: "
+            f"{np.mean(told_ranks):.2f} on average"
+        )
+    return profile({count: done[count] for count in counts})
+
+
+class _Judge:
+    """Compares pictures of held-back prompts with their uncached ones."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._uncached = batch.images()
+
+    def __call__(self, schedule: Schedule, rows: dict[int, Any]) -> tuple[float, ...]:
+        drawn = self._batch.images(schedule, rows)
+        return tuple(psnr(a.clamp(0, 1), b.clamp(0, 1)) for a, b in zip(self._uncached, drawn, strict=True))
+
+
+def _search(
+    batch: Batch, surrogate: Surrogate, count: int, evaluations: int, seed: int, fitted: bool
+) -> tuple[Schedule, Memo]:
+    """The best schedule found with `count` computed steps, and everything that was run for it."""
+    memo = Memo(lambda schedule: float(10 * batch.errors(schedule, fitted).clamp_min(1e-30).log10().mean()))
+    for schedule in shortlist(surrogate.error, surrogate.steps, count, _STARTS, seed)[:_SHORTLISTED]:
+        memo(schedule)
+    return refine(memo, memo.best(), surrogate.steps, evaluations, surrogate.error), memo
+
+
+def _split(texts: Sequence[str], held_back: float) -> tuple[list[str], list[str]]:
+    """Prompts to calibrate on, and every n-th one to judge by."""
+    if not texts:
+        raise ValueError("prompts is empty; give some tens of the kind that will be drawn")
+    if not 0 <= held_back < 1:
+        raise ValueError(f"held_back: a share from 0 to less than 1, got {held_back!r}")
+    count = min(math.ceil(held_back * len(texts)), len(texts) - 1)
+    judged = {(2 * i + 1) * len(texts) // (2 * count) for i in range(count)} if count else set()
+    return [t for i, t in enumerate(texts) if i not in judged], [t for i, t in enumerate(texts) if i in judged]
+
+
+def _budgets(budgets: Sequence[int] | None, steps: int) -> list[int]:
+    if budgets is None:
+        return list(range(max(2, steps // 8), max(3, math.ceil(0.8 * steps))))
+    counts = sorted(set(budgets))
+    if not counts or counts[0] < 1 or counts[-1] > steps:
+        raise ValueError(f"budgets: numbers of computed steps from 1 to {steps}, got {list(budgets)}")
+    return counts
+
+
+def _earlier(resume: str | Path | None, identity: str) -> dict[int, FrontPoint]:
+    """What an interrupted calibration of the same pipeline and prompts has found already."""
+    if resume is None or not Path(resume).is_file():
+        return {}
+    with contextlib.suppress(ValueError):
+        earlier = Profile.load(resume)
+        if earlier.identity.to_json() == identity:
+            return {len(point.computed_steps): point for point in earlier.front}
+    return {}

@@ -1,0 +1,92 @@
+"""`cachekit calibrate`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cachekit.cli.app import UserError, app
+from cachekit.cli.common import chosen_device, load_any, training_prompts
+
+
+@app.command()
+def calibrate(
+    pipeline: Annotated[str, typer.Argument(help="An embedded pipeline, or the folder of a diffusers pipeline.")],
+    out: Annotated[Path, typer.Option(help="The profile to write; an interrupted calibration goes on from it.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Text file with one prompt per line; an embedded pipeline has prompts of its own."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 28,
+    budgets: Annotated[str, typer.Option(help="Numbers of computed steps, such as 7,9,12; empty for all.")] = "",
+    held_back: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts to judge by.")] = 0.25,
+    evaluations: Annotated[int, typer.Option(min=0, help="Further schedules that are run per budget.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the noise and of the search.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, auto, cuda, cuda:N or mps.")] = "cpu",
+    arg: Annotated[
+        list[str] | None, typer.Option(help="What the pipeline is called with, as name=value (JSON); repeat it.")
+    ] = None,
+) -> None:
+    """Find schedules of computed steps for every speed, and save them as a profile."""
+    from cachekit import CacheWarning
+    from cachekit.calibration import calibrate as run
+
+    place = chosen_device(device)
+    texts = _lines(prompts) if prompts is not None else training_prompts(pipeline, 48)
+    counts, arguments = _numbers(budgets), dict(_argument(text) for text in arg or ())
+    if not out.parent.is_dir():
+        raise UserError(f"cannot write to {out}: the folder {out.parent} does not exist")
+    pipe = load_any(pipeline, place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        try:
+            profile = run(
+                pipe,
+                texts,
+                steps,
+                budgets=counts or None,
+                held_back=held_back,
+                evaluations=evaluations,
+                seed=seed,
+                resume=out,
+                **arguments,
+            )
+            path = profile.save(out)
+        except (ValueError, TypeError, OSError) as error:
+            raise UserError(str(error)) from None
+    console = Console()
+    console.print(str(profile), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
+    texts = [text for text in texts if text]
+    if not texts:
+        raise UserError(f"{path} holds no prompt; write one per line")
+    return texts
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--budgets takes whole numbers such as 7,9,12, got {text!r}") from None
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--arg takes name=value, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

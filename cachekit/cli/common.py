@@ -1,0 +1,85 @@
+"""What several commands need: devices, pipelines, silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cachekit.cli.app import UserError
+
+
+def chosen_device(name: str) -> str:
+    """A device that torch has, from one of the accepted names."""
+    import torch
+
+    wanted, number = name.strip().lower(), name.strip().lower().removeprefix("cuda:")
+    cards = torch.cuda.device_count()
+    if wanted == "auto":
+        return "cuda" if cards else "mps" if torch.backends.mps.is_available() else "cpu"
+    if wanted == "cpu" or (wanted == "mps" and torch.backends.mps.is_available()) or (wanted == "cuda" and cards):
+        return wanted
+    if number.isdecimal() and wanted != number and int(number) < cards:
+        return wanted
+    if wanted in ("mps", "cuda") or (number.isdecimal() and wanted != number):
+        raise UserError(f"device {name!r} is not available here: torch sees {cards} CUDA devices; use cpu or auto")
+    raise UserError(f"unknown device {name!r}; accepted: cpu, auto, cuda, cuda:N, mps")
+
+
+def load_embedded(model: str, device: str) -> Any:
+    from cachekit import zoo
+
+    quieten()
+    try:
+        pipe = zoo.load(model, device=device)
+    except OSError as error:
+        raise UserError(f"the files of {model} cannot be read: {error}") from None
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def quieten() -> None:
+    """Log lines of other libraries would tear the progress bar and the tables apart."""
+    import diffusers
+    import transformers
+
+    for logging in (diffusers.logging, transformers.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
+def is_ours(category: type[Warning]) -> bool:
+    from cachekit import CacheWarning
+
+    return issubclass(category, CacheWarning)
+
+
+def load_any(pipeline: str, device: str) -> Any:
+    """An embedded pipeline, or one from a local folder in diffusers' layout."""
+    from cachekit import zoo
+
+    if pipeline in zoo.names():
+        return load_embedded(pipeline, device)
+    if not (Path(pipeline) / "model_index.json").is_file():
+        raise UserError(
+            f"{pipeline!r} is neither an embedded pipeline ({', '.join(zoo.names())}) nor a folder that holds "
+            f"model_index.json"
+        )
+    from diffusers import DiffusionPipeline
+
+    quieten()
+    try:
+        pipe = DiffusionPipeline.from_pretrained(pipeline, local_files_only=True).to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"the pipeline in {pipeline} cannot be loaded: {error}") from None
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def training_prompts(pipeline: str, count: int) -> list[str]:
+    """Prompts of an embedded pipeline, evenly spread."""
+    from cachekit import zoo
+
+    if pipeline not in zoo.names():
+        raise UserError("name a file with prompts of the kind that will be drawn: --prompts FILE")
+    known = zoo.prompts(pipeline)
+    return [known[i * len(known) // count] for i in range(min(count, len(known)))]
