@@ -1,6 +1,6 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
-from cachekit.api import Handle, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
+from cachekit.api import Handle, cache_context, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
 from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
@@ -12,6 +12,7 @@ from cachekit.errors import (
     ProfileMismatchError,
     UnsupportedModelError,
 )
+from cachekit.mixin import CacheMixin
 from cachekit.strategies import (
     FLUX_MAG_RATIOS,
     CacheConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CacheConfig",
     "CacheConflictError",
     "CacheKitError",
+    "CacheMixin",
     "CacheWarning",
     "ConfigError",
     "DeepCacheConfig",
@@ -53,6 +55,7 @@ __all__ = [
     "TransformerBlockRegistry",
     "UnsupportedModelError",
     "__version__",
+    "cache_context",
     "cached",
     "calibrate",
     "calibrate_magnitudes",

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from cachekit.engine import observers
 from cachekit.engine.attach import attach
 from cachekit.engine.denoiser import DenoiserEngine
 from cachekit.engine.discovery import find_denoisers, unwrap
@@ -21,7 +22,7 @@ from cachekit.engine.stats import Stats
 from cachekit.errors import CacheConflictError, UnsupportedModelError
 from cachekit.strategies import CacheConfig, conflict, find_strategy, strategy_named, to_config
 
-__all__ = ["Handle", "cached", "disable_cache", "enable_cache", "free", "is_cache_enabled", "stats"]
+__all__ = ["Handle", "cache_context", "cached", "disable_cache", "enable_cache", "free", "is_cache_enabled", "stats"]
 
 _lock = threading.RLock()
 _engines: weakref.WeakKeyDictionary[nn.Module, DenoiserEngine] = weakref.WeakKeyDictionary()
@@ -206,6 +207,25 @@ def is_cache_enabled(target: Any) -> bool:
 def stats(target: Any) -> Stats:
     """Statistics of the last run of each cached denoiser of `target`; empty when no cache is enabled."""
     return Stats(item for engine in _engines_of(target) for item in engine.stats())
+
+
+@contextmanager
+def cache_context(model: Any, name: str) -> Iterator[None]:
+    """`with cache_context(model, "cond"):` says which guidance branch the calls of a denoiser inside belong to.
+
+    Needed only where branches cannot be told by what the denoiser is given; works on any module, cached or not.
+
+    Args:
+        model: the denoiser, wrapped by `torch.compile` or not.
+        name: "cond", "uncond" or any other name; a second call with it in one step is another branch, "cond#2".
+
+    Raises:
+        TypeError: `model` is not a module or `name` is not a string.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(name, str):
+        raise TypeError(f"cache_context takes a module and a name, got {type(model).__name__} and {name!r}")
+    with observers.naming(unwrap(model), name):
+        yield
 
 
 def free(target: Any) -> None:

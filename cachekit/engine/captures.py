@@ -100,6 +100,7 @@ class Capture:
 def probe_signal(slot: Slot, capture: Capture, output: Any) -> torch.Tensor | None:
     """What the gate compares: the residual of the probe's latent stream; of a UNet block a copy of its output.
 
+    Several residuals are flattened, sample by sample where they have the same number of them.
     None when the block wrote into its input, so that the residual is unknown; the next call copies the input first.
     """
     if not slot.streams:
@@ -110,7 +111,10 @@ def probe_signal(slot: Slot, capture: Capture, output: Any) -> torch.Tensor | No
         return None
     parts = floating_parts(output)
     residuals = [parts[key].detach() - capture.values[slot.streams[key]] for key in slot.carriers or slot.streams]
-    return residuals[0] if len(residuals) == 1 else torch.cat([residual.flatten() for residual in residuals])
+    if len(residuals) == 1:
+        return residuals[0]
+    alike = len({residual.shape[0] for residual in residuals}) == 1
+    return torch.cat([residual.flatten(1 if alike else 0) for residual in residuals], dim=-1)
 
 
 def add_changes(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,10 @@ from cachekit.engine.halves import CallFacts
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.member import Member, Part
 from cachekit.engine.own_cache import fills_own_cache
-from cachekit.engine.rules import AttentiveGate, GateContext, Rule
+from cachekit.engine.rules import AttentiveGate, GateContext, Rule, ScoredGate, Verdict
+from cachekit.engine.samples import CannotSplitError, batch_of, one_sample, rows_of
 from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
-from cachekit.engine.sites import PassContext, SitePass, StructureChangedError
+from cachekit.engine.sites import PassContext, Samples, SitePass, StructureChangedError
 from cachekit.engine.state import Call, Facts, PartCall, RunState
 from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats
 from cachekit.engine.tracker import Tracker
@@ -225,10 +227,14 @@ class DenoiserEngine:
         again = _with_lists_copied(args, kwargs)
         try:
             output, entries = self._attempt(call, inner, args, kwargs)
-        except StructureChangedError:
-            call.forced = "the model ran other blocks or shapes than before"
-            for member in self.members[:1]:
-                member.note(call.run.stats_of(member), call.forced)
+        except StructureChangedError as error:
+            call.forced = str(error) or "the model ran other blocks or shapes than before"
+            if isinstance(error, CannotSplitError):
+                for item in call.parts.values():
+                    self._cannot_split(call, item.part, call.forced)
+            else:
+                for member in self.members[:1]:
+                    member.note(call.run.stats_of(member), call.forced)
             call.run.forget(call.branch)
             for part in self._parts:
                 part.site.forget(call.branch)
@@ -290,11 +296,59 @@ class DenoiserEngine:
             note=lambda text: part.member.note(call.run.stats_of(part.member), text),
             branches=self._tracker.branches,
         )
+        if part.rule.per_sample:
+            context = self._by_samples(call, item, context)
         item.site_pass = part.site.begin(call.branch, context)
         return item
 
+    def _by_samples(self, call: Call, item: PartCall, context: PassContext) -> PassContext:
+        """Let the samples of this call decide separately, where that is possible."""
+        part = item.part
+        count = batch_of(call.arguments, self._tracker.latents)
+        obstacle = part.splits.get(call.signature)
+        if count is None:
+            obstacle = "the number of samples in a call is unclear"
+        elif not part.site.splits:
+            obstacle = "samples are told apart at the block stack only"
+        if obstacle:
+            self._cannot_split(call, part, obstacle)
+        if count is None or count < 2 or obstacle:
+            item.state.hold(0)
+            return context
+        item.state.hold(count)
+        item.samples = tuple(PartCall(part, state) for state in item.state.samples)
+        contexts = tuple(replace(context, history=sample.state.history) for sample in item.samples)
+        return replace(
+            context,
+            samples=Samples(
+                contexts,
+                lambda: tuple(sample.reused for sample in item.samples),
+                call.signature in part.splits,
+                partial(part.splits.__setitem__, call.signature, ""),
+                partial(setattr, call, "altered", True),
+            ),
+        )
+
+    def _cannot_split(self, call: Call, part: Part, reason: str) -> None:
+        if part.rule.per_sample:
+            part.splits[call.signature] = reason
+            part.member.note(call.run.stats_of(part.member), f"one decision for the whole batch: {reason}")
+
     def _keep(self, call: Call, item: PartCall, entry: Any) -> None:
         state, rule = item.state, item.part.rule
+        if item.samples:
+            computed = [sample for sample in item.samples if not sample.reused]
+            rows = [None] * len(computed) if entry is None else rows_of(entry, len(computed))
+            if rows is not None:
+                following = iter(rows)
+                for sample in item.samples:
+                    self._keep(call, sample, None if sample.reused else next(following))
+                return
+            self._cannot_split(call, item.part, "what the blocks return has no dimension for the samples")
+            state.hold(0)
+            if len(computed) < len(item.samples):
+                return
+            item.samples = ()
         if item.reused:
             state.consecutive += 1
             return
@@ -325,10 +379,11 @@ class DenoiserEngine:
 
     def _decide(self, call: Call, item: PartCall, signal: torch.Tensor | None, objection: str | None = None) -> bool:
         rule, state = item.part.rule, item.state
-        item.reused, item.score = False, None
         if rule.observe is not None:
-            item.reason = CALIBRATION_REASON
+            item.reused, item.score, item.reason = False, None, CALIBRATION_REASON
             return False
+        if item.samples:
+            return self._decide_each(call, item, signal)
         context = GateContext(
             call.view,
             call.branch,
@@ -340,9 +395,57 @@ class DenoiserEngine:
             fetch=item.fetch,
             refreshes=call.facts.refreshes,
         )
-        objection = call.forced or objection or rule.guards.objection(call.view, state.history, state.consecutive)
+        return self._settle(
+            call, item, context, self._objection(call, item, objection), partial(rule.gate.decide, context)
+        )
+
+    def _decide_each(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
+        """Let every sample decide for itself; all scores are read back together. True when all of them reuse."""
+        gate, samples = item.part.rule.gate, item.samples
+        assert isinstance(gate, ScoredGate)
+        if signal is not None and (not signal.ndim or signal.shape[0] != len(samples)):
+            raise CannotSplitError("what the gate compares has no dimension for the samples of the batch")
+        contexts = [
+            GateContext(
+                call.view,
+                call.branch,
+                sample.state.history,
+                None if signal is None else signal[index : index + 1],
+                item.read,
+                one_sample(call.arguments, self._tracker.latents, index),
+                sample.state.carry,
+                item.fetch,
+            )
+            for index, sample in enumerate(samples)
+        ]
+        objections = [self._objection(call, sample) for sample in samples]
+        measures = [None if why else gate.measure(context) for why, context in zip(objections, contexts, strict=True)]
+        scores = item.read_all([None if measure is None else measure.score for measure in measures])
+        for sample, context, why, measure, score in zip(samples, contexts, objections, measures, scores, strict=True):
+            judge = partial(gate.decide, context) if measure is None else partial(measure.judge, score)
+            self._settle(call, sample, context, why, judge)
+        count = sum(not sample.reused for sample in samples)
+        reasons = {sample.reason for sample in samples}
+        item.reused, item.score = not count, max((s for s in scores if s is not None), default=None)
+        item.reason = reasons.pop() if len(reasons) == 1 else f"{count} of {len(samples)} samples computed"
+        return item.reused
+
+    def _objection(self, call: Call, item: PartCall, objection: str | None = None) -> str | None:
+        guards = item.part.rule.guards
+        return call.forced or objection or guards.objection(call.view, item.state.history, item.state.consecutive)
+
+    def _settle(
+        self,
+        call: Call,
+        item: PartCall,
+        context: GateContext,
+        objection: str | None,
+        decide: Callable[[], Verdict],
+    ) -> bool:
+        rule, state = item.part.rule, item.state
+        item.reused, item.score = False, None
         if objection is None:
-            verdict = rule.gate.decide(context)
+            verdict = decide()
             state.carry = verdict.carry
             item.score, item.reason = verdict.score, verdict.reason
             if verdict.note:
@@ -444,6 +547,8 @@ class DenoiserEngine:
                         item.part.rule.name,
                         item.saving.projections,
                         item.saving.flops,
+                        reused_samples=tuple(sample.reused for sample in item.samples),
+                        scores=tuple(sample.score for sample in item.samples),
                     )
                 )
                 reused = reused or item.reused

@@ -17,6 +17,7 @@ _NOT_DENOISERS = ("controlnet", "vae", "text_encoder", "image_encoder", "adapter
 _FOREIGN_HOMES = (".controlnets", ".autoencoders", "transformers.models", ".adapter")
 _CONTROL_HOME = ".controlnets"
 _LATENTS = ("hidden_states", "sample", "x", "latents")
+_TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 QUERY_LIKE = re.compile(r"(.*_)?(to_)?(q|qkv|query|wq)(_proj|_linear)?")
 
 
@@ -122,9 +123,11 @@ def timestep_names(denoiser: nn.Module) -> tuple[str, ...]:
 def find_block_lists(denoiser: nn.Module) -> list[BlockList]:
     """The outermost lists of blocks, in the order of registration.
 
-    Lists of plain torch layers (norms, linear heads) are no blocks; lists of lists are searched further in.
+    Lists of plain torch layers (norms, linear heads) are no blocks; lists of lists are searched further in. Where no
+    `ModuleList` holds blocks, an `nn.Sequential` counts as a list.
     """
-    return list(_lists_below(denoiser, ""))
+    lists = list(_lists_below(denoiser, "", nn.ModuleList))
+    return lists or [found for found in _lists_below(denoiser, "", nn.Sequential) if len(found.blocks) > 1]
 
 
 def find_unet(denoiser: nn.Module) -> UNetParts | None:
@@ -159,18 +162,20 @@ def _attends(module: nn.Module) -> bool:
     return any(QUERY_LIKE.fullmatch(name) for name in module._modules)
 
 
-def _lists_below(module: nn.Module, prefix: str) -> Iterator[BlockList]:
+def _lists_below(
+    module: nn.Module, prefix: str, kind: type[nn.ModuleList] | type[nn.Sequential]
+) -> Iterator[BlockList]:
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, nn.ModuleList):
+        if isinstance(child, kind):
             blocks = tuple(child)
             if blocks and all(_is_block(block) for block in blocks):
                 yield BlockList(path, blocks)
                 continue
-        yield from _lists_below(child, path)
+        yield from _lists_below(child, path, kind)
 
 
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
-    return not type(module).__module__.startswith("torch.nn")
+    return isinstance(module, _TORCH_BLOCKS) or not type(module).__module__.startswith("torch.nn")

@@ -73,6 +73,11 @@ class History:
         self._entries: deque[Entry] = deque()
         self._bytes: int | None = 0
 
+    @property
+    def depth(self) -> int:
+        """Number of computed calls that are kept."""
+        return self._depth
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from cachekit.engine.rules import CAP_REASON, Rule
@@ -16,10 +16,14 @@ FEW_STEPS = 8
 
 
 class Part:
-    """One rule of a strategy and its site."""
+    """One rule of a strategy and its site.
+
+    `splits` says for forms of the latents why a part of the batch cannot be computed alone; "" where that was shown.
+    """
 
     def __init__(self, member: Member, rule: Rule, site: Site) -> None:
         self.member, self.rule, self.site = member, rule, site
+        self.splits: dict[Hashable, str] = {}
 
 
 class Member:
@@ -101,7 +105,7 @@ class Member:
         asked = [d for d in decisions if d.score is not None or d.reason == CAP_REASON]
         if decisions and not stats.reused and decisions[-1].reason in stats.notes:
             return
-        if not stats.reused:
+        if not stats.reused and not any(any(d.reused_samples) for d in decisions):
             few = f" With {stats.steps} steps there is little to reuse." if (stats.steps or 0) < FEW_STEPS else ""
             reasons = sorted({d.reason for d in decisions})
             self.note(stats, f"enabled, but nothing was reused in the whole run ({'; '.join(reasons)}).{few}")

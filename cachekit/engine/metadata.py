@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -43,13 +43,17 @@ class TransformerBlockRegistry:
     def register(cls, model_class: type[nn.Module], metadata: TransformerBlockMetadata) -> None:
         """Register `metadata` for `model_class` and its subclasses; takes effect at the next `enable_cache`.
 
+        Args:
+            model_class: class of a block.
+            metadata: ours, or diffusers' object of the same class name.
+
         Raises:
             TypeError: when `model_class` is not a module class or `metadata` is of another type.
         """
         if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
             raise TypeError(f"model_class must be a subclass of torch.nn.Module, got {model_class!r}")
         if not isinstance(metadata, TransformerBlockMetadata):
-            raise TypeError(f"metadata must be a TransformerBlockMetadata, got {type(metadata).__name__}")
+            metadata = _translated(metadata)
         cls._entries[model_class] = metadata
 
     @classmethod
@@ -61,3 +65,11 @@ class TransformerBlockRegistry:
     def find(cls, model_class: type) -> TransformerBlockMetadata | None:
         """The entry of `model_class` or of its nearest registered base class."""
         return next((cls._entries[base] for base in model_class.__mro__ if base in cls._entries), None)
+
+
+def _translated(metadata: Any) -> TransformerBlockMetadata:
+    """Ours from diffusers' object of the same name."""
+    foreign = type(metadata)
+    if foreign.__name__ != TransformerBlockMetadata.__name__ or not foreign.__module__.startswith("diffusers."):
+        raise TypeError(f"metadata must be a TransformerBlockMetadata, got {foreign.__name__}")
+    return TransformerBlockMetadata(*(getattr(metadata, field.name) for field in fields(TransformerBlockMetadata)))

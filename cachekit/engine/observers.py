@@ -76,6 +76,17 @@ def context_name(module: nn.Module | None) -> str | None:
     return next((name for owner, name in reversed(stack) if owner is module), None)
 
 
+@contextmanager
+def naming(module: nn.Module, name: str) -> Iterator[None]:
+    """While active, calls of `module` in this thread belong to the guidance branch `name`."""
+    stack = _contexts.__dict__.setdefault("stack", [])
+    stack.append((module, name))
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
 def _replace(owner: type, name: str, replacement: Any) -> None:
     original = owner.__dict__[name]
     replacement.__doc__ = original.__doc__
@@ -101,13 +112,8 @@ def _watched_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched_context(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def cache_context(self: Any, name: str, **kwargs: Any) -> Iterator[None]:
-        stack = _contexts.__dict__.setdefault("stack", [])
-        with original(self, name, **kwargs):
-            stack.append((self, name))
-            try:
-                yield
-            finally:
-                stack.pop()
+        with original(self, name, **kwargs), naming(self, name):
+            yield
 
     return cache_context
 

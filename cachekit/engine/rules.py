@@ -74,6 +74,30 @@ class AttentiveGate(Protocol):
     def attend(self, context: GateContext) -> Any: ...
 
 
+@dataclass(frozen=True)
+class Measure:
+    """A score still on the device, and what turns the number that is read back into a verdict.
+
+    Attributes:
+        score: a tensor of one value; None when there is nothing to compare, `judge` then gets None.
+        judge: gives the verdict.
+    """
+
+    score: torch.Tensor | None
+    judge: Callable[[float | None], Verdict]
+
+    def verdict(self, context: GateContext) -> Verdict:
+        """Read the score back and judge it."""
+        return self.judge(None if self.score is None else context.read(self.score))
+
+
+@runtime_checkable
+class ScoredGate(Gate, Protocol):
+    """A gate whose scores for all samples of a batch can be read back from the device together."""
+
+    def measure(self, context: GateContext) -> Measure: ...
+
+
 class Predictor(Protocol):
     """Says what a skipped site would have returned. Pure: keeps no state between calls."""
 
@@ -191,6 +215,7 @@ class Rule:
     `name` says which part it is where a strategy has several, such as "spatial attention".
     `observe` looks at two computed calls in a row (previous, new) and returns a number for the decision record; it is
     how calibration listens.
+    `per_sample` lets the samples of a batch decide separately where the site can split it; needs a `ScoredGate`.
     """
 
     site: Spec
@@ -200,3 +225,4 @@ class Rule:
     storage: Storage = AS_COMPUTED
     observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None
     name: str = ""
+    per_sample: bool = False

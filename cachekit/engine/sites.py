@@ -49,6 +49,25 @@ class Decide(Protocol):
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Samples of a batch that decide separately.
+
+    Attributes:
+        contexts: the context of each, with its own history.
+        reused: for each whether it reuses, once it is decided.
+        is_proven: whether computing a part of such a batch is known to give what computing all of it gives.
+        prove: says that it is.
+        split: says that from now on blocks of this call are run on a part of the batch.
+    """
+
+    contexts: tuple[PassContext, ...]
+    reused: Callable[[], tuple[bool, ...]]
+    is_proven: bool
+    prove: Callable[[], None]
+    split: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class PassContext:
     """What a pass needs from the engine.
 
@@ -75,6 +94,7 @@ class PassContext:
         unwatched: while it is entered, no site sees what the model runs.
         note: something is to be known about this run.
         branches: names of the guidance branches as the user gave them, in the order of their calls.
+        samples: the samples of the batch where they decide separately; `decide` is then True when all of them reuse.
     """
 
     now: View
@@ -98,6 +118,7 @@ class PassContext:
     unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
     note: Callable[[str], None] = lambda text: None
     branches: Sequence[str] | None = None
+    samples: Samples | None = None
 
     def predict(self, place: Any, like: torch.Tensor | None = None) -> torch.Tensor | None:
         """The prediction for `place` in the dtype and on the device of `like`; None when nothing is kept for it."""
@@ -154,11 +175,13 @@ class SitePass:
 class Site:
     """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards.
 
-    `joins_branches` is True when what one branch keeps is used by another in the same step.
+    `joins_branches` is True when what one branch keeps is used by another in the same step, `splits` when a pass can
+    compute some samples of a batch and reuse the others.
     """
 
     rank = 0
     joins_branches = False
+    splits = False
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []

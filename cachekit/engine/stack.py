@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from cachekit.engine.history import Entry
 from cachekit.engine.hooks import Inner
 from cachekit.engine.layout import UNKNOWN, Layout, Place, Slot, unet_layout
 from cachekit.engine.rules import StackSpec
+from cachekit.engine.samples import CannotSplitError, Split, copied, joined
 from cachekit.engine.sites import PassContext, Site, SitePass, StructureChangedError, frozen
 from cachekit.engine.tracing import TracePass
 
@@ -34,6 +36,7 @@ class StackSite(Site):
     """Hooks every block; the layout of a branch is learnt in its first computed forward pass (a UNet's is fixed)."""
 
     rank = 1
+    splits = True
 
     def __init__(self, spec: StackSpec, lists: list[BlockList], unet: UNetParts | None = None) -> None:
         super().__init__()
@@ -80,7 +83,11 @@ class StackSite(Site):
 
 
 class StackPass(SitePass):
-    """A forward pass with a known layout: keeps the change of every segment, or gives back predicted ones."""
+    """A forward pass with a known layout: keeps the change of every segment, or gives back predicted ones.
+
+    Where some samples of the batch compute and others reuse, it does the one for the former and the other for the
+    latter, block by block.
+    """
 
     def __init__(self, layout: Layout, probe: bool, unlearn: Callable[[], None], context: PassContext) -> None:
         self._layout, self._unlearn, self._context = layout, unlearn, context
@@ -91,11 +98,16 @@ class StackPass(SitePass):
         self._inputs: dict[int, Inputs] = {}
         self._landings: dict[int, dict[Key, torch.Tensor]] = {}
         self._probing = probe and any(place.is_probe for place in layout.places)
-        self._reuse = False if self._probing else context.decide(None)
+        self._reuse = False
+        self._reusing: tuple[PassContext, ...] = (context,)
+        self._split: Split | None = None
+        self._errors: list[torch.Tensor] = []
+        if not self._probing:
+            self._settle(None)
 
     def passes_by(self, slot: Slot) -> bool:
         places = self._layout.places
-        if self._reuse or self._probing or not self._on_track or self._count >= len(places):
+        if self._reuse or self._split or self._probing or not self._on_track or self._count >= len(places):
             return False
         place = places[self._count]
         if place.slot is not slot or not place.is_plain:
@@ -107,7 +119,7 @@ class StackPass(SitePass):
         index, self._count = self._count, self._count + 1
         places = self._layout.places
         if index >= len(places) or places[index].slot is not slot:
-            if self._reuse:
+            if self._reuse or self._split:
                 raise StructureChangedError
             self._on_track = False
         if not self._on_track:
@@ -119,18 +131,33 @@ class StackPass(SitePass):
             return inner(*args, **kwargs)
         if self._reuse:
             return self._answer(index, place, place.segment, args, kwargs)
+        if self._split:
+            return self._compute_some(self._split, index, place, place.segment, inner, args, kwargs)
         return self._compute(index, place, place.segment, inner, args, kwargs)
 
     def finish(self) -> Entry | None:
         complete = self._on_track and self._count == len(self._layout.places)
+        if not complete and (self._reuse or self._split):
+            raise StructureChangedError
         if self._reuse:
-            if not complete:
-                raise StructureChangedError
             return None
         if not complete:
             self._unlearn()
             return None
+        if self._errors:
+            self._prove()
         return self._entry
+
+    def _settle(self, signal: torch.Tensor | None) -> None:
+        """Ask who reuses: all, none, or some samples of the batch."""
+        self._reuse = self._context.decide(signal)
+        samples = self._context.samples
+        if samples is not None:
+            reused = samples.reused()
+            self._reusing = tuple(context for context, reuses in zip(samples.contexts, reused, strict=True) if reuses)
+            if 0 < len(self._reusing) < len(reused):
+                self._split = Split(reused)
+                samples.split()
 
     def _probe(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._probing = False
@@ -138,9 +165,10 @@ class StackPass(SitePass):
         capture = Capture.of(arguments, stream_names(slot), copy=slot.in_place)
         output = inner(*args, **kwargs)
         signal = probe_signal(slot, capture, output)
-        self._reuse = self._context.decide(signal)
+        self._settle(signal)
         if not self._reuse and signal is not None:
-            self._entry.signal = self._context.storage.keep(signal)
+            kept = self._split.part(signal, reused=False) if self._split else signal
+            self._entry.signal = self._context.storage.keep(kept)
         return output
 
     def _compute(
@@ -182,6 +210,44 @@ class StackPass(SitePass):
             self._entry.values[Write(segment, name)] = self._context.storage.keep(change)
         return inputs.copied or not written
 
+    def _compute_some(
+        self,
+        split: Split,
+        index: int,
+        place: Place,
+        segment: int,
+        inner: Inner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A block call in which some samples compute and the others reuse.
+
+        The first such pass of a form computes all samples as well, and compares: what mixes samples, or an argument
+        that only looks as if it had one row a sample, is noticed.
+        """
+        some, others = split.part((args, kwargs), reused=False), split.part((args, kwargs), reused=True)
+        answered = self._answer(index, place, segment, *others)
+        assert self._context.samples is not None
+        if self._context.samples.is_proven:
+            return split.join(self._compute(index, place, segment, inner, *some), answered)
+        try:
+            before, whole = copied(some), copied((args, kwargs))
+            computed = self._compute(index, place, segment, inner, *some)
+            self._errors.append(split.error(inner(*whole[0], **whole[1]), computed, before))
+        except StructureChangedError:
+            raise
+        except Exception as error:
+            raise CannotSplitError(f"{place.slot.name} does not run on a part of the batch ({error})") from error
+        return split.join(computed, answered)
+
+    def _prove(self) -> None:
+        worst = self._context.read(torch.stack([error.to(self._errors[0].device) for error in self._errors]).max())
+        if worst > 1:
+            raise CannotSplitError("the samples of this batch influence each other, or their arguments cannot be told")
+        assert self._context.samples is not None
+        if worst <= 1:
+            self._context.samples.prove()
+
     def _entering(self, segment: int) -> Slot:
         return next(place.slot for place in self._layout.places if place.segment == segment and place.enters)
 
@@ -190,10 +256,11 @@ class StackPass(SitePass):
         if place.enters:
             self._landings[segment] = self._land(segment, arguments)
             self._write(segment, arguments)
-        newest = self._context.history.newest
-        passive = None if newest is None else newest.passive.get(index, place.slot.form)
-        if passive is UNKNOWN:
+        kept = [context.history.newest for context in self._reusing]
+        forms = [None if newest is None else newest.passive.get(index, place.slot.form) for newest in kept]
+        if any(form is UNKNOWN for form in forms):
             raise StructureChangedError
+        passive = joined(forms)
         parts: dict[Key, Any] = {} if passive is None else {key: frozen(part) for key, part in items(passive)}
         for key, name in (place.slot.streams or {}).items():
             parts[key] = arguments[name]
@@ -203,13 +270,21 @@ class StackPass(SitePass):
 
     def _land(self, segment: int, arguments: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
         """The predicted result of a segment. Made at its entry, before code in between can write into the input."""
-        newest = self._context.history.newest
+        if len(self._reusing) == 1:
+            return self._predicted(self._reusing[0], segment, arguments)
+        rows = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.ndim}
+        bases = [{name: value[i : i + 1] for name, value in rows.items()} for i in range(len(self._reusing))]
+        landings = [self._predicted(*each) for each in zip(self._reusing, repeat(segment), bases, strict=False)]
+        return {key: torch.cat([landing[key] for landing in landings]) for key in landings[0]}
+
+    def _predicted(self, context: PassContext, segment: int, arguments: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
+        newest = context.history.newest
         landing: dict[Key, torch.Tensor] = {}
         for place in () if newest is None else newest.values:
             if not isinstance(place, Change) or place.segment != segment:
                 continue
             base = None if place.argument is None else arguments.get(place.argument)
-            prediction = self._context.predict(place, base)
+            prediction = context.predict(place, base)
             assert prediction is not None
             if place.argument is not None:
                 if base is None or base.shape != prediction.shape:
@@ -222,11 +297,17 @@ class StackPass(SitePass):
 
     def _write(self, segment: int, arguments: Mapping[str, Any]) -> None:
         """Overwrite the input of a segment as computing it would have."""
-        newest = self._context.history.newest
-        for place in () if newest is None else newest.values:
-            if isinstance(place, Write) and place.segment == segment:
-                target = arguments.get(place.argument)
-                change = None if target is None else self._context.predict(place, target)
-                if target is None or change is None or target.shape != change.shape:
-                    raise StructureChangedError
-                target.add_(change)
+        for context in self._reusing:
+            newest = context.history.newest
+            written = [place for place in (newest.values if newest else ()) if isinstance(place, Write)]
+            if written and self._context.samples is not None:
+                raise CannotSplitError("the deep part of this UNet writes into a skip connection")
+            self._write_again(context, [place for place in written if place.segment == segment], arguments)
+
+    def _write_again(self, context: PassContext, places: Sequence[Write], arguments: Mapping[str, Any]) -> None:
+        for place in places:
+            target = arguments.get(place.argument)
+            change = None if target is None else context.predict(place, target)
+            if target is None or change is None or target.shape != change.shape:
+                raise StructureChangedError
+            target.add_(change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +23,31 @@ from cachekit.engine.weights import WeightWatch
 
 @dataclass
 class BranchState:
-    """What one rule remembers of one guidance branch during one run."""
+    """What one rule remembers of one guidance branch, or of one sample in it, during one run."""
 
     history: History
     consecutive: int = 0
     carry: Any = None
+    samples: list[BranchState] = field(default_factory=list)
+
+    def hold(self, samples: int) -> None:
+        """Remember so many samples separately; 0 for all of them together. What was held in another way is let go."""
+        if len(self.samples) != samples:
+            self.forget()
+            self.samples = [BranchState(History(self.history.depth)) for _ in range(samples)]
 
     def forget(self) -> None:
         """Let go of all results of this branch."""
         self.history.clear()
         self.consecutive, self.carry = 0, None
+        for sample in self.samples:
+            sample.forget()
 
     def nbytes(self) -> int:
         """Bytes of the results held."""
         carried = () if self.carry is None else tensors_in(self.carry)
-        return self.history.nbytes() + sum(tensor.nbytes for tensor in carried)
+        held = self.history.nbytes() + sum(tensor.nbytes for tensor in carried)
+        return held + sum(sample.nbytes() for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class RunState:
 
 @dataclass
 class PartCall:
-    """What one rule does in one denoiser call."""
+    """What one rule does in one denoiser call, as a whole and for each sample that decides for itself."""
 
     part: Part
     state: BranchState
@@ -145,6 +155,7 @@ class PartCall:
     reason: str = ""
     score: float | None = None
     site_pass: SitePass | None = None
+    samples: tuple[PartCall, ...] = ()
     saving: Saving = field(default_factory=Saving)
     nothing_kept: str = ""
 
@@ -154,6 +165,13 @@ class PartCall:
         entry = self.site_pass.finish()
         self.saving, self.nothing_kept = self.site_pass.saving, self.site_pass.nothing_kept
         return entry
+
+    def read_all(self, tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
+        """One number of each tensor, all read from the device together."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        self.syncs += bool(present)
+        numbers = iter(torch.stack(present).tolist() if present else ())
+        return [None if tensor is None else next(numbers) for tensor in tensors]
 
     def read(self, tensor: torch.Tensor) -> float:
         """One number from the device."""
@@ -168,7 +186,7 @@ class PartCall:
 
 @dataclass
 class Call:
-    """One denoiser call in flight."""
+    """One denoiser call in flight. `altered` says that modules are run on other arguments than the call was given."""
 
     run: RunState
     view: View

@@ -22,6 +22,9 @@ class Decision:
         part: which rule, where a strategy has several.
         projections: projections that were not computed, where a site counts them.
         flops_saved: their floating-point operations.
+        reused_samples: for each sample of the batch whether it was reused, where they decide separately; `reused` is
+            then True when all were.
+        scores: what was compared for each of them.
     """
 
     step: int
@@ -34,6 +37,13 @@ class Decision:
     part: str = ""
     projections: int = 0
     flops_saved: int = 0
+    reused_samples: tuple[bool, ...] = ()
+    scores: tuple[float | None, ...] = ()
+
+    @property
+    def sign(self) -> str:
+        """How a decision is drawn: # computed, . reused, + computed for some samples."""
+        return "." if self.reused else "+" if any(self.reused_samples) else "#"
 
 
 @dataclass
@@ -65,12 +75,22 @@ class RunStats:
 
     @property
     def reused(self) -> int:
-        """Calls in which work was skipped."""
+        """Calls that were reused; where samples decide separately, by all of them."""
         return len({decision.call for decision in self.decisions if decision.reused})
 
     @property
     def computed(self) -> int:
         return self.calls - self.reused
+
+    @property
+    def samples(self) -> int:
+        """Samples in all decisions that were made for each of them."""
+        return sum(len(decision.reused_samples) for decision in self.decisions)
+
+    @property
+    def computed_samples(self) -> int:
+        """Those of `samples` that were computed."""
+        return self.samples - sum(sum(decision.reused_samples) for decision in self.decisions)
 
     @property
     def host_syncs(self) -> int:
@@ -234,8 +254,11 @@ def _describe(item: DenoiserStats) -> str:
         lines.append(f"  {run.projections_reused} projections not computed, {run.flops_saved / 1e9:.3g} GFLOP saved")
     for branch in run.branches:
         for part in dict.fromkeys(decision.part for decision in run.of(branch)):
-            strip = "".join("." if decision.reused else "#" for decision in run.of(branch) if decision.part == part)
-            lines.append(f"  {branch:<10} {strip}   (# computed, . reused{', ' * bool(part)}{part})")
+            strip = "".join(decision.sign for decision in run.of(branch) if decision.part == part)
+            legend = f"# computed, . reused{', + some samples computed' * ('+' in strip)}{', ' * bool(part)}{part}"
+            lines.append(f"  {branch:<10} {strip}   ({legend})")
+    if run.samples:
+        lines.append(f"  samples    {run.computed_samples} of {run.samples} computed, each by its own decision")
     reasons: dict[tuple[bool, str], int] = {}
     for decision in run.decisions:
         reason = f"{decision.part}: {decision.reason}" if decision.part else decision.reason

@@ -44,7 +44,8 @@ class TracePass(SitePass):
         self._given: dict[str, torch.Tensor] = {}
         self._returned: dict[Key, Where | None] = {}
         self._streams_of: dict[tuple[str, type], dict[Key, str]] = {}
-        context.history.clear()
+        for each in (context, *(context.samples.contexts if context.samples else ())):
+            each.history.clear()
         context.decide(None)
 
     def around(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

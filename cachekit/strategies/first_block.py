@@ -22,12 +22,24 @@ class FirstBlockCacheConfig(CacheConfig):
     Args:
         threshold: relative drift of the first block's residual below which the rest is reused; 0 never reuses, 0.05
             is careful, 0.2 is faster and of lower quality.
+        per_sample: the samples of a batch decide separately; those that need computing are computed, the others
+            reuse, and each comes out as it would alone (up to rounding). Not a field of diffusers' config.
     """
 
     threshold: float = Field(default=0.05, ge=0.0, allow_inf_nan=False)
+    per_sample: bool = Field(default=False, kw_only=True)
 
 
 @strategy("first_block", FirstBlockCacheConfig)
 def first_block(config: FirstBlockCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Drift gate on the first block, last change of the other blocks."""
-    return [Rule(StackSpec(probe=True), DriftGate(config.threshold), Reuse(), Guards(), config.storage)]
+    return [
+        Rule(
+            StackSpec(probe=True),
+            DriftGate(config.threshold),
+            Reuse(),
+            Guards(),
+            config.storage,
+            per_sample=config.per_sample,
+        )
+    ]

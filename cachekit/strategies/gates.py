@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cachekit.engine.rules import GateContext, Verdict
+from cachekit.engine.rules import GateContext, Measure, Verdict
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,20 @@ class DriftGate:
     threshold: float
 
     def decide(self, context: GateContext) -> Verdict:
+        return self.measure(context).verdict(context)
+
+    def measure(self, context: GateContext) -> Measure:
         newest = context.history.newest
         before = None if newest is None else newest.signal
         if before is None or context.signal is None or before.shape != context.signal.shape:
-            return Verdict(False, reason="no probe residual to compare with")
+            return Measure(None, self._judge)
         before = before.to(device=context.signal.device)
         drift = (context.signal.float() - before.float()).abs_().mean() / before.float().abs().mean()
-        score = context.read(drift)
+        return Measure(drift, self._judge)
+
+    def _judge(self, score: float | None) -> Verdict:
+        if score is None:
+            return Verdict(False, reason="no probe residual to compare with")
         return Verdict(score < self.threshold, score, f"drift {'<' if score < self.threshold else '>='} threshold")
 
 

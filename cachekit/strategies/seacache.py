@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from cachekit.engine.discovery import latent_names, unwrap
 from cachekit.engine.fields import Channels, Fields, Plan, latent_fields
 from cachekit.engine.noise import TimeScale
-from cachekit.engine.rules import GateContext, Guards, Rule, StackSpec, Verdict
+from cachekit.engine.rules import GateContext, Guards, Measure, Rule, StackSpec, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
 
@@ -49,6 +50,8 @@ class SeaCacheConfig(CacheConfig):
             in place of the latents that are found; the arguments of the call come by name in `kwargs`.
         sigma_callback: `(module, args, kwargs) -> share of noise` in 0..1 (flow matching's sigma), in place of the
             scheduler's or the timestep's.
+        per_sample: the samples of a batch decide separately; those that need computing are computed, the others
+            reuse, and each comes out as it would alone (up to rounding). Not a field of diffusers' config.
     """
 
     threshold: float = Field(default=0.25, ge=0.0, allow_inf_nan=False)
@@ -59,6 +62,7 @@ class SeaCacheConfig(CacheConfig):
     power_exp: float = Field(default=3.0, gt=0.0, allow_inf_nan=False)
     raw_vision_callback: Callback = None
     sigma_callback: Callback = None
+    per_sample: bool = Field(default=False, kw_only=True)
 
 
 class _MissingError(Exception):
@@ -163,14 +167,22 @@ class SpectralGate:
     module: Callable[[], nn.Module | None]
 
     def decide(self, context: GateContext) -> Verdict:
+        return self.measure(context).verdict(context)
+
+    def measure(self, context: GateContext) -> Measure:
         try:
             now = self._look(context)
         except _MissingError as missing:
-            return Verdict(False, reason=str(missing), note=str(missing))
+            why = str(missing)
+            return Measure(None, lambda score: Verdict(False, reason=why, note=why))
         changes = None if context.carry is None else relative_changes(self._late(context), now)
         if changes is None:
-            return Verdict(False, reason="no earlier latents to compare with", carry=now)
-        total = context.carry.total + context.read(changes.mean())
+            return Measure(None, lambda score: Verdict(False, reason="no earlier latents to compare with", carry=now))
+        return Measure(changes.mean(), partial(self._judge, context.carry.total, now))
+
+    def _judge(self, before: float, now: Seen, change: float | None) -> Verdict:
+        assert change is not None
+        total = before + change
         reuse = total < self.config.threshold
         reason = f"accumulated change {'<' if reuse else '>='} threshold (noise level from {now.source})"
         return Verdict(reuse, total, reason, now._replace(total=total if reuse else 0.0))
@@ -258,4 +270,5 @@ def seacache(config: SeaCacheConfig, denoiser: nn.Module) -> list[Rule]:
         max_consecutive=config.max_consecutive_cached or None,
     )
     gate = SpectralGate(config, latent_names(core), Channels.of(core), weakref.ref(core))
-    return [Rule(StackSpec(), gate, Taylor(config.residual_order), guards, config.storage)]
+    predictor = Taylor(config.residual_order)
+    return [Rule(StackSpec(), gate, predictor, guards, config.storage, per_sample=config.per_sample)]
