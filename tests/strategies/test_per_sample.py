@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import cachekit as ck
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, WIDTH, Stack, bare_loop, counted_syncs, latents, pattern, toy_pipeline
 
-TINY = {tiny.name: tiny for tiny in pipelines()}
 EACH = ck.FirstBlockCacheConfig(0.1, per_sample=True)
 PROMPTS = ("a cat", "the red dog runs", "x")
 
