@@ -54,6 +54,9 @@ class Handle:
             f"{engine.name or 'denoiser'}: {member.label} on {member.describe()}" for engine, member in self._enabled
         )
 
+    def __repr__(self) -> str:
+        return f"<Handle: {self.report}>"
+
     def update(self, strategy: str | None = None, **fields: Any) -> None:
         """Change fields of a config while enabled; what is held is let go, hooks stay.
 
@@ -62,10 +65,13 @@ class Handle:
             **fields: new values.
 
         Raises:
+            RuntimeError: the cache has been disabled.
             ValueError: for an unknown field, a bad value, a strategy that is not enabled here or not named among
                 several, or a change that would need another site.
         """
         with _lock:
+            if not any(member in engine.members for engine, member in self._enabled):
+                raise RuntimeError("this cache has been disabled; call enable_cache again")
             if strategy is None and len(self._configs) > 1:
                 raise ValueError(f"say which strategy to change: update({next(iter(self._configs))!r}, ...)")
             name = strategy or next(iter(self._configs))

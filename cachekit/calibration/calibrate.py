@@ -66,8 +66,11 @@ def calibrate(
 
     Raises:
         ValueError: no prompts, a bad budget, or a pipeline without a scheduler.
+        TypeError: not a pipeline.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not hasattr(pipe, "components"):
+        raise TypeError(f"calibration runs a whole pipeline; pass the pipeline, not a {type(pipe).__name__}")
     known, judged = _split(texts, held_back)
     batch = Batch(pipe, known, num_inference_steps, seed, pipeline_kwargs, depth)
     batch.run_uncached()

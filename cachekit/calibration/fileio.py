@@ -18,6 +18,8 @@ def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: 
         OSError: when the folder does not exist or cannot be written.
     """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {target}: the folder {target.parent} does not exist; make it first")
     data = save(tensors, metadata)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

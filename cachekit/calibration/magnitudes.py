@@ -105,11 +105,14 @@ def calibrate_magnitudes(
 
     Raises:
         ValueError: no prompts.
+        TypeError: not a pipeline.
         RuntimeError: the runs gave no ratios, or unequal numbers of them.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise ValueError("prompts is empty; give at least one")
+    if not hasattr(pipe, "components"):
+        raise TypeError(f"calibration runs a whole pipeline; pass the pipeline, not a {type(pipe).__name__}")
     curves: dict[str, list[list[float]]] = {}
     with cached(
         pipe, MagCacheConfig(calibrate=True, num_inference_steps=num_inference_steps), progress=False

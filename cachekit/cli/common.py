@@ -20,7 +20,9 @@ def chosen_device(name: str) -> str:
         return wanted
     if number.isdecimal() and wanted != number and int(number) < cards:
         return wanted
-    if wanted in ("mps", "cuda") or (number.isdecimal() and wanted != number):
+    if wanted == "mps":
+        raise UserError("device 'mps' is not available here; use cpu or auto")
+    if wanted == "cuda" or (number.isdecimal() and wanted != number):
         raise UserError(f"device {name!r} is not available here: torch sees {cards} CUDA devices; use cpu or auto")
     raise UserError(f"unknown device {name!r}; accepted: cpu, auto, cuda, cuda:N, mps")
 

@@ -50,8 +50,11 @@ def demo(
     picture = io.BytesIO()
     parts.draw_grid(results).save(picture, format="PNG")
     document = json.dumps(parts.to_dict(results, **settings), indent=2, allow_nan=False)
-    grid = write(out / "grid.png", picture.getvalue())
-    figures = write(out / "results.json", f"{document}\n".encode())
+    try:
+        grid = write(out / "grid.png", picture.getvalue())
+        figures = write(out / "results.json", f"{document}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror or error}") from None
     console.print(parts.render(results))
     for text in dict.fromkeys(str(item.message) for item in caught if is_ours(item.category)):
         log.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)

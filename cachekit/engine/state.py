@@ -176,7 +176,7 @@ class PartCall:
     def read(self, tensor: torch.Tensor) -> float:
         """One number from the device."""
         self.syncs += 1
-        return float(tensor)
+        return float(tensor.detach())
 
     def fetch(self, tensor: torch.Tensor) -> Any:
         """All numbers of a tensor from the device."""

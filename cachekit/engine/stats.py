@@ -231,6 +231,9 @@ class Stats:
             found[item.name].append(asdict(item))
         return {"denoisers": found}
 
+    def __repr__(self) -> str:
+        return f"<Stats: {self.computed} of {self.calls} calls computed>"
+
     def __str__(self) -> str:
         return "\n".join(_describe(item) for item in self.all) or "no cache enabled"
 

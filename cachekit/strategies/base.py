@@ -56,9 +56,15 @@ def _device(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return torch.device(value)
+        device = torch.device(value)
     except RuntimeError:
         raise ValueError("not a torch device; use 'cpu', 'cuda', 'cuda:1' or 'mps'") from None
+    missing = (device.type == "cuda" and not torch.cuda.is_available()) or (
+        device.type == "mps" and not torch.backends.mps.is_available()
+    )
+    if missing:
+        raise ValueError("torch sees no such device here; use 'cpu' or None")
+    return device
 
 
 Device = Annotated[torch.device | None, BeforeValidator(_device)]
@@ -160,7 +166,7 @@ def strategy_named(name: str) -> Strategy:
         ValueError: for an unknown name.
     """
     if name not in _strategies:
-        raise ValueError(f"unknown strategy {name!r}{_nearest(name, strategy_names())}")
+        raise ConfigError(f"unknown strategy {name!r}{_nearest(name, strategy_names())}")
     return _strategies[name]
 
 
@@ -187,6 +193,8 @@ def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
             if item.translate is not None:
                 fields = item.translate(fields)
             return item.config_class(**{**fields, **overrides})
+    if isinstance(config, type):
+        raise TypeError(f"{config.__name__} is a class; pass a config made from it, {config.__name__}(...)")
     raise TypeError(
         f"cannot use {type(config).__name__} as a cache config; pass one of "
         f"{', '.join(item.config_class.__name__ for item in _strategies.values())}, a name "
@@ -196,7 +204,8 @@ def to_config(config: Any, overrides: dict[str, Any]) -> CacheConfig:
 
 def _nearest(name: str, known: list[str]) -> str:
     match = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+    guess = f"; did you mean {match[0]!r}?" if match else ""
+    return f"{guess} (known: {', '.join(known)})"
 
 
 def _equal(value: Any, default: Any) -> bool:
