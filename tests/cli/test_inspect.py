@@ -122,9 +122,8 @@ def test_reasons_stand_where_nothing_attaches() -> None:
     found = inspect_denoiser(Flat())
     assert (found.stacks, found.attention) == ((), 0)
     reasons = {entry.name: entry.reason for entry in found.strategies if not entry.attaches}
-    assert {entry.name for entry in found.strategies} - reasons.keys() == {"schedule", "fastercache"}, (
-        "they need nothing inside"
-    )
+    without = {"schedule", "fastercache"}
+    assert {entry.name for entry in found.strategies} - reasons.keys() == without, "they need nothing inside"
     assert "no list of at least two blocks" in reasons["first_block"]
 
 
