@@ -13,7 +13,7 @@ from torch import nn
 from cachekit.engine import observers
 from cachekit.engine.attach import attach
 from cachekit.engine.denoiser import DenoiserEngine
-from cachekit.engine.discovery import find_denoisers, unwrap
+from cachekit.engine.discovery import find_denoisers, takes_timestep, unwrap
 from cachekit.engine.member import Member
 from cachekit.engine.rules import Rule
 from cachekit.engine.session import known_session
@@ -144,6 +144,7 @@ def enable_cache(
                 f"{type(target).__name__} has no denoiser (a component that takes a timestep); pass the module itself"
             )
         for name, module in denoisers.items():
+            _refuse_others(module)
             _refuse_conflicts(target, name, module, chosen)
         for item in chosen:
             check = find_strategy(item).check
@@ -328,6 +329,15 @@ def _refuse_pairs(name: str, rules: Sequence[Rule], known: Sequence[tuple[str, l
             raise CacheConflictError(
                 f"{reason}; keep one of them (cachekit.disable_cache(target, {other!r}) takes one off)"
             )
+
+
+def _refuse_others(module: nn.Module) -> None:
+    core = unwrap(module)
+    if not takes_timestep(core):
+        raise UnsupportedModelError(
+            f"{type(core).__name__}.forward has no argument for the timestep, so it is no denoiser or its steps cannot be "
+            f"told; a denoiser of your own needs a parameter called timestep, t or sigma"
+        )
 
 
 def _refuse_conflicts(target: Any, name: str, module: nn.Module, chosen: Sequence[CacheConfig]) -> None:
