@@ -109,14 +109,12 @@ def sea_filter(field: torch.Tensor, noise: float, power_exp: float) -> torch.Ten
         return field.clone()
     axes = tuple(range(2, field.ndim))
     spectrum = torch.fft.rfftn(field, dim=axes)
+    gain = torch.ones((), device=field.device)
     for axis in axes:
-        size, half = field.shape[axis], axis == axes[-1]
-        gain = _gain(torch.fft.fftfreq(size, device=field.device), noise, power_exp)
-        gain = gain / gain.mean()
-        shape = [1] * field.ndim
-        shape[axis] = spectrum.shape[axis]
-        spectrum = spectrum * (gain[: spectrum.shape[axis]] if half else gain).reshape(shape)
-    filtered: torch.Tensor = torch.fft.irfftn(spectrum, s=field.shape[2:], dim=axes)
+        of_axis = _gain(torch.fft.fftfreq(field.shape[axis], device=field.device), noise, power_exp)
+        of_axis = of_axis / of_axis.mean()
+        gain = gain.unsqueeze(-1) * of_axis[: spectrum.shape[axis]]  # of the last axis half the spectrum is kept
+    filtered: torch.Tensor = torch.fft.irfftn(spectrum * gain, s=field.shape[2:], dim=axes)
     return filtered
 
 

@@ -24,7 +24,7 @@ from cachekit.engine.noise import TimeScale
 from cachekit.engine.rules import GateContext
 from cachekit.strategies.seacache import Seen, SpectralGate, relative_changes, sea_filter
 
-from ..pipelines.tiny import pipelines
+from ..pipelines.tiny import TINY
 from ..toys import (
     Stack,
     ToyPipeline,
@@ -40,7 +40,6 @@ from ..toys import (
 
 # Thresholds here are so high that the cap decides, which is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*only the cap:cachekit.CacheWarning")
-TINY = {tiny.name: tiny for tiny in pipelines()}
 CAP = "#..#..##"
 
 
