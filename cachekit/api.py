@@ -335,8 +335,8 @@ def _refuse_others(module: nn.Module) -> None:
     core = unwrap(module)
     if not takes_timestep(core):
         raise UnsupportedModelError(
-            f"{type(core).__name__}.forward has no argument for the timestep, so it is no denoiser or its steps cannot be "
-            f"told; a denoiser of your own needs a parameter called timestep, t or sigma"
+            f"{type(core).__name__}.forward has no argument for the timestep, so it is no denoiser or its steps cannot "
+            f"be told; a denoiser of your own needs a parameter called timestep, t or sigma"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from .toys import ALWAYS, ScriptedConfig, Stack, bare_loop, latents, pattern, pr
 
 class Own(ck.CacheMixin, Stack):
     """Knows nothing of diffusers."""
-
-
-@pytest.fixture(autouse=True)
-def forget_leftovers() -> Iterator[None]:
-    yield
-    for engine in list(observers._users):
-        engine.remove()
 
 
 def test_the_mixin_enables_and_disables() -> None:

@@ -195,3 +195,18 @@ def test_a_handle_whose_denoiser_is_gone() -> None:
     with pytest.raises(RuntimeError, match="no longer exists"):
         handle.update(threshold=0.5)
     handle.disable()
+
+
+def test_a_module_that_is_no_denoiser() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ck.UnsupportedModelError, match="no argument for the timestep"):
+        ck.enable_cache(model, ALWAYS)
+    assert not ck.is_cache_enabled(model)
+
+
+def test_a_handle_that_was_disabled() -> None:
+    handle = ck.enable_cache(Stack(2), ALWAYS)
+    assert "FirstBlock" in repr(handle)
+    handle.disable()
+    with pytest.raises(RuntimeError, match="enable_cache again"):
+        handle.update(threshold=0.1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import cachekit as ck
+from cachekit.strategies import strategy_named
 
 from ..pipelines.tiny import TINY
 from ..toys import ALWAYS, WIDTH, Stack, bare_loop, counted_syncs, latents, pattern, toy_pipeline
@@ -57,13 +58,17 @@ def per_sample(model: nn.Module) -> list[str]:
     return ["".join("." if reused else "#" for reused in column) for column in zip(*rows, strict=True)]
 
 
+SEA = ck.SeaCacheConfig(0.5, max_consecutive_cached=3, per_sample=True)
+
+
+@pytest.mark.parametrize("config", [EACH, SEA], ids=["first_block", "seacache"])
 @pytest.mark.parametrize("rates", [(0.0, 0.3), (0.3, 0.0), (0.0, 0.3, 0.04), (0.2, 0.0, 0.05, 0.0, 0.3)])
-def test_a_static_and_a_changing_sample(rates: Sequence[float]) -> None:
-    """U121. The toy's sums are exact, so a batch equals its samples bit by bit."""
+def test_a_static_and_a_changing_sample(rates: Sequence[float], config: ck.CacheConfig) -> None:
+    """U121. The toy's sums are exact, so a batch equals its samples bit by bit. Every sample has a cap of its own."""
     model, at = Stack(4, grows), samples(*rates)
-    singles = alone(model, at, len(rates))
+    singles = alone(model, at, len(rates), config)
     assert len({shape for shape, _ in singles}) > 1
-    with ck.cached(model, EACH):
+    with ck.cached(model, config):
         outputs = loop(model, at)
         assert per_sample(model) == [shape for shape, _ in singles]
     for i, (_, expected) in enumerate(singles):
@@ -310,15 +315,21 @@ def run(name: str, pipe: Any, indices: Sequence[int]) -> Tensor:
     return TINY[name].call(pipe, steps=10, prompt=prompts, generator=generators if len(indices) > 1 else generators[0])
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "sd3", "sd15", "z-image", "qwen-image"])
-def test_real_pipelines(name: str) -> None:
+CASES = [("first_block", name) for name in ("flux", "wan", "sd3", "sd15", "z-image", "qwen-image")]
+CASES += [("seacache", name) for name in ("flux", "wan", "sd3")]
+
+
+@pytest.mark.parametrize(("strategy", "name"), CASES)
+def test_real_pipelines(strategy: str, name: str) -> None:
     """With two calls a step and with [uncond, cond] in one; a sample is one half of it then."""
     pipe = TINY[name].build()
-    with ck.cached(pipe, ck.FirstBlockCacheConfig(0.0)), warnings.catch_warnings():
+    with ck.cached(pipe, strategy, threshold=0.0), warnings.catch_warnings():
         warnings.simplefilter("ignore", ck.CacheWarning)
         run(name, pipe, [0])
+        run(name, pipe, [1])
         scores = sorted(d.score for d in run_of(pipe).decisions if d.score is not None)
-    config = ck.FirstBlockCacheConfig(1.1 * scores[len(scores) // 2], per_sample=True)
+    factor = {"first_block": 1.1, "seacache": 1.5}[strategy]
+    config = strategy_named(strategy).config_class(threshold=factor * scores[len(scores) // 2], per_sample=True)
     base = torch.cat([run(name, pipe, [index]) for index in range(3)])
     with ck.cached(pipe, config):
         singles = torch.cat([run(name, pipe, [index]) for index in range(3)])
