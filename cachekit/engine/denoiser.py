@@ -103,14 +103,13 @@ class DenoiserEngine:
 
     def take_out(self, member: Member) -> None:
         """Take a strategy off and let go of what it holds; the last one takes the engine with it."""
-        if member not in self.members:
-            return
-        member.remove()
-        self._set(tuple(other for other in self.members if other is not member))
-        for run in list(self._tracker.runs):
-            for part in member.parts:
-                run.forget_part(part)
-        if not self.members:
+        if member in self.members:
+            member.remove()
+            self._set(tuple(other for other in self.members if other is not member))
+            for run in list(self._tracker.runs):
+                for part in member.parts:
+                    run.forget_part(part)
+        if not self.members and not self.removed:
             self.remove()
 
     def _set(self, members: tuple[Member, ...]) -> None:

@@ -210,3 +210,18 @@ def test_a_handle_that_was_disabled() -> None:
     handle.disable()
     with pytest.raises(RuntimeError, match="enable_cache again"):
         handle.update(threshold=0.1)
+
+
+def test_a_failure_while_a_strategy_joins_leaves_no_empty_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(2)
+    before = traces(model)
+
+    def fail(self: Any, member: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DenoiserEngine, "add", fail)
+        with pytest.raises(KeyboardInterrupt):
+            ck.enable_cache(model, ALWAYS)
+    assert traces(model) == before
+    assert not ck.is_cache_enabled(model)
