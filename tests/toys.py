@@ -269,3 +269,27 @@ def counted_syncs() -> Iterator[list[str]]:
 
     with Watch():
         yield seen
+
+
+class SyncsPerCall:
+    """Counts, at every denoiser call, what was read back since the call began, beside what the statistics say."""
+
+    def __init__(self, pipe: Any, name: str) -> None:
+        self.denoiser = getattr(pipe, name)
+
+    def __call__(self, run: Any) -> list[int]:
+        counts: list[int] = []
+        hook = self.denoiser.__dict__["_compiled_call_impl"]
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with counted_syncs() as seen:
+                output = hook(*args, **kwargs)
+            counts.append(len(seen))
+            return output
+
+        self.denoiser.__dict__["_compiled_call_impl"] = watched
+        try:
+            run()
+        finally:
+            self.denoiser.__dict__["_compiled_call_impl"] = hook
+        return counts

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from cachekit.calibration.identity import identify
 from cachekit.calibration.influence import NotAffineError, influences
 from cachekit.calibration.profile import FrontPoint, Profile
+from cachekit.calibration.prompts import require_pipeline, spread
 from cachekit.calibration.runs import Batch
 from cachekit.calibration.search import Memo, Schedule, rank_correlation, refine, shortlist
 from cachekit.calibration.surrogate import Surrogate, gram_matrix
@@ -69,8 +70,7 @@ def calibrate(
         TypeError: not a pipeline.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not hasattr(pipe, "components"):
-        raise TypeError(f"calibration runs a whole pipeline; pass the pipeline, not a {type(pipe).__name__}")
+    require_pipeline(pipe)
     known, judged = _split(texts, held_back)
     batch = Batch(pipe, known, num_inference_steps, seed, pipeline_kwargs, depth)
     batch.run_uncached()
@@ -150,7 +150,7 @@ def _split(texts: Sequence[str], held_back: float) -> tuple[list[str], list[str]
     if not 0 <= held_back < 1:
         raise ValueError(f"held_back: a share from 0 to less than 1, got {held_back!r}")
     count = min(math.ceil(held_back * len(texts)), len(texts) - 1)
-    judged = {(2 * i + 1) * len(texts) // (2 * count) for i in range(count)} if count else set()
+    judged = set(spread(range(len(texts)), count))
     return [t for i, t in enumerate(texts) if i not in judged], [t for i, t in enumerate(texts) if i in judged]
 
 

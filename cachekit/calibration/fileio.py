@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,3 +49,27 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{source} is not a safetensors file: {error}") from None
+
+
+def header_of(path: str | Path, metadata: dict[str, str], form: str, version: int, missing: str) -> dict[str, Any]:
+    """The JSON header of a file of ours.
+
+    Args:
+        path: of the file, for messages.
+        metadata: from :func:`read_tensors`.
+        form: what the header calls this kind of file.
+        version: the newest version that can be read.
+        missing: what to say of a file of another kind.
+
+    Raises:
+        ValueError: another kind of file, or written by a newer version.
+    """
+    try:
+        header: dict[str, Any] = json.loads(metadata["cachekit"])
+    except (KeyError, json.JSONDecodeError):
+        header = {}
+    if header.get("format") != form:
+        raise ValueError(f"{path} holds {missing}")
+    if header["version"] > version:
+        raise ValueError(f"{path} was written by a newer cachekit (format {header['version']}); update cachekit")
+    return header

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from cachekit.api import cached
-from cachekit.calibration.fileio import read_tensors, write_tensors
+from cachekit.calibration.fileio import header_of, read_tensors, write_tensors
+from cachekit.calibration.prompts import require_pipeline
 from cachekit.engine.stats import Stats
 from cachekit.strategies import MagCacheConfig
 
@@ -63,14 +64,9 @@ class MagnitudeRatios:
             ValueError: another kind of file, or written by a newer version.
         """
         tensors, metadata = read_tensors(path)
-        try:
-            header = json.loads(metadata["cachekit"])
-        except (KeyError, json.JSONDecodeError):
-            header = {}
-        if header.get("format") != _FORMAT:
-            raise ValueError(f"{path} holds no magnitude ratios; make some with cachekit.calibrate_magnitudes")
-        if header["version"] > _VERSION:
-            raise ValueError(f"{path} was written by a newer cachekit (format {header['version']}); update cachekit")
+        header = header_of(
+            path, metadata, _FORMAT, _VERSION, "no magnitude ratios; make some with cachekit.calibrate_magnitudes"
+        )
         curves = {name: tuple(value.tolist()) for name, value in tensors.items()}
         return cls(
             ratios={name.split("/", 1)[1]: curve for name, curve in curves.items() if name.startswith("ratios/")},
@@ -111,8 +107,7 @@ def calibrate_magnitudes(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise ValueError("prompts is empty; give at least one")
-    if not hasattr(pipe, "components"):
-        raise TypeError(f"calibration runs a whole pipeline; pass the pipeline, not a {type(pipe).__name__}")
+    require_pipeline(pipe)
     curves: dict[str, list[list[float]]] = {}
     with cached(
         pipe, MagCacheConfig(calibrate=True, num_inference_steps=num_inference_steps), progress=False

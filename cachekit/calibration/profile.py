@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cachekit.calibration.fileio import read_tensors, write_tensors
+from cachekit.calibration.fileio import header_of, read_tensors, write_tensors
 from cachekit.calibration.identity import Identity
 from cachekit.errors import ProfileMismatchError
 
@@ -88,8 +88,7 @@ class Profile:
         Raises:
             ValueError: none or several given, or outside of what was calibrated; the message says what there is.
         """
-        given = [name for name, value in self._asked(speedup, computed_steps, min_psnr) if value is not None]
-        if len(given) != 1:
+        if sum(value is not None for value in (speedup, computed_steps, min_psnr)) != 1:
             raise ValueError("give exactly one of speedup, computed_steps and min_psnr")
         if min_psnr is not None:
             return self._of_quality(min_psnr)
@@ -138,17 +137,11 @@ class Profile:
             ValueError: another kind of file, or written by a newer version.
         """
         tensors, metadata = read_tensors(path)
-        try:
-            header, identity = json.loads(metadata["cachekit"]), metadata["identity"]
-        except (KeyError, json.JSONDecodeError):
-            header, identity = {}, ""
-        if header.get("format") != _FORMAT:
-            raise ValueError(f"{path} holds no profile; make one with cachekit.calibrate")
-        if header["version"] > _VERSION:
-            raise ValueError(f"{path} was written by a newer cachekit (format {header['version']}); update cachekit")
+        missing, complete = "no profile; make one with cachekit.calibrate", "identity" in metadata
+        header = header_of(path, metadata if complete else {}, _FORMAT, _VERSION, missing)
         counts = sorted({int(name.split("/")[1]) for name in tensors if name.startswith("front/")})
         return cls(
-            identity=Identity.from_json(identity),
+            identity=Identity.from_json(metadata["identity"]),
             gram=tensors["gram"],
             influence=tensors["influence"],
             magnitudes={
@@ -180,10 +173,6 @@ class Profile:
             )
         best = max(point.low_psnr for point in self.front)
         raise ValueError(f"no schedule in this profile reaches {min_psnr:g} dB; the best has {best:.1f} dB")
-
-    @staticmethod
-    def _asked(*values: Any) -> list[tuple[str, Any]]:
-        return list(zip(("speedup", "computed_steps", "min_psnr"), values, strict=True))
 
 
 def _point_tensors(point: FrontPoint) -> dict[str, torch.Tensor]:

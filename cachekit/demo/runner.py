@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import cachekit
+from cachekit.calibration.prompts import spread
 from cachekit.demo.methods import GUIDANCE, Method, cache_methods, fewer_steps, uncached
 from cachekit.metrics import psnr, ssim
 
@@ -136,13 +137,6 @@ def demo(pipe: Any, prompts: Sequence[str], known: Sequence[str], steps: int, se
     """A demo that calibrates on `known` prompts that are not drawn."""
     held_out = [prompt for prompt in known if prompt not in prompts] or list(known)
     return Demo(pipe, prompts, spread(held_out, CALIBRATION_PROMPTS), steps, seed)
-
-
-def spread(items: Sequence[str], count: int) -> list[str]:
-    """At most `count` items, evenly spread."""
-    if len(items) <= count:
-        return list(items)
-    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 
 
 @contextlib.contextmanager

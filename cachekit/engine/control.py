@@ -152,6 +152,8 @@ class ControlWatch:
 
     def is_hint(self, tensor: torch.Tensor) -> bool:
         """True for what a watched network has returned in this step."""
+        if not self._books:
+            return False
         references = (book.hints.get(id(tensor)) for book in list(self._books.values()))
         return any(reference is not None and reference() is tensor for reference in references)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cachekit.engine.binding import items, rebuild, tensors_in
+from cachekit.engine.binding import items, rebuild, replace_tensors, tensors_in
 from cachekit.engine.history import Entry
 from cachekit.engine.sites import StructureChangedError
 
@@ -160,8 +160,4 @@ def _row(index: int, tensor: torch.Tensor) -> torch.Tensor:
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A nested value with `function` applied to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list, Mapping)) and any(True for _ in tensors_in(value)):
-        return rebuild(value, {key: _mapped(part, function) for key, part in items(value)})
-    return value
+    return replace_tensors(value, lambda tensor, _: function(tensor))

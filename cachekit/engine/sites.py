@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cachekit.engine.binding import Key, is_floating, items, rebuild
+from cachekit.engine.binding import Key, Path, is_floating, items, rebuild, replace_tensors
 from cachekit.engine.clock import View
 from cachekit.engine.conditioning import Comparer, Conditioning
 from cachekit.engine.halves import CallFacts
@@ -252,13 +252,13 @@ def kept_form(output: Any, covered: Mapping[Key, Any], storage_free: bool) -> An
 
 def frozen(value: Any, storage_free: bool = False) -> Any:
     """A nested result whose tensors nothing else can write to; with `storage_free` zeros that take no memory."""
-    if isinstance(value, torch.Tensor):
+
+    def kept(tensor: torch.Tensor, _: Path) -> torch.Tensor:
         if storage_free:
-            return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
-        return value.detach().clone()
-    if isinstance(value, (tuple, list, Mapping)):
-        return rebuild(value, {key: frozen(part, storage_free) for key, part in items(value)})
-    return value
+            return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        return tensor.detach().clone()
+
+    return replace_tensors(value, kept)
 
 
 def floating_parts(output: Any) -> dict[Key, torch.Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -68,6 +69,15 @@ def _device(value: Any) -> Any:
 
 
 Device = Annotated[torch.device | None, BeforeValidator(_device)]
+
+
+def checked_patterns(patterns: Iterable[Any]) -> None:
+    """Refuse what is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
 
 
 @config_class

@@ -21,7 +21,8 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -34,18 +35,24 @@ from cachekit.engine.discovery import unwrap
 from cachekit.engine.levels import LEVELS
 from cachekit.engine.rules import GateContext, Guards, GuidanceSpec, ModulesSpec, Rule, Verdict
 from cachekit.errors import UnsupportedModelError
-from cachekit.strategies.base import CacheConfig, config_class, strategy
+from cachekit.strategies.attention_ranges import (
+    AttentionConfig,
+    Identifiers,
+    SkipRange,
+    Window,
+    attention_modules,
+    unlisted,
+)
+from cachekit.strategies.base import config_class, strategy
 from cachekit.strategies.gates import WindowGate
-from cachekit.strategies.pab import Identifiers, SkipRange, Window, attention_modules
 
-_KINDS = ("spatial", "temporal")
 _RADIUS = 5
 
 Weight = Callable[[nn.Module], float]
 
 
 @config_class
-class FasterCacheConfig(CacheConfig):
+class FasterCacheConfig(AttentionConfig):
     """Config of FasterCache.
 
     Noise levels go from 0 (clean) to 1000 (noise); timesteps and sigmas that count from 0 to 1, or that rise during
@@ -95,15 +102,6 @@ class FasterCacheConfig(CacheConfig):
     tensor_format: Literal["BCFHW", "BFCHW", "BCHW"] = "BCFHW"
     is_guidance_distilled: bool = False
     current_timestep_callback: Callable[[], Any] | None = None
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The types of attention that have a skip range."""
-        return tuple(kind for kind in _KINDS if self.of(kind, "block_skip_range") is not None)
-
-    def of(self, kind: str, field: str) -> Any:
-        """The field of one type of attention."""
-        return getattr(self, f"{kind}_attention_{field}")
 
 
 @dataclass(frozen=True)
@@ -191,17 +189,7 @@ def _progress(now: View) -> float:
     return 0.5 if now.level is None else 1 - now.level / LEVELS
 
 
-def _from_diffusers(fields: dict[str, Any]) -> dict[str, Any]:
-    """diffusers' default identifiers stand for "every block"; here None does. What holds the batch is found."""
-    defaults = {field.name: field.default for field in dataclasses.fields(diffusers.FasterCacheConfig)}
-    return {
-        name: None if name.endswith("block_identifiers") and tuple(value) == defaults[name] else value
-        for name, value in fields.items()
-        if not name.startswith("_")
-    }
-
-
-@strategy("fastercache", FasterCacheConfig, translate=_from_diffusers)
+@strategy("fastercache", FasterCacheConfig, translate=partial(unlisted, diffusers.FasterCacheConfig))
 def fastercache(config: FasterCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Two kinds of rules: guidance (unless there is none to skip), and each type of attention.
 
@@ -234,7 +222,7 @@ def _attention(config: FasterCacheConfig, denoiser: nn.Module) -> dict[str, tupl
     """Type -> attention modules. Spatial attention is on by default, so a model without it is no error."""
     if config.spatial_attention_block_identifiers is None and "spatial" not in attention_kinds(denoiser):
         config = config.replaced(spatial_attention_block_skip_range=None)
-    return attention_modules(cast(Any, config), denoiser)
+    return attention_modules(config, denoiser)
 
 
 def _guidance_rule(config: FasterCacheConfig, denoiser: nn.Module) -> Rule:

@@ -7,7 +7,6 @@ attention, skips all of the blocks, and is the default here.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import torch
@@ -16,18 +15,14 @@ from torch import nn
 
 from cachekit.engine.history import Storage
 from cachekit.engine.rules import Guards, ModulesSpec, Rule, StackSpec
-from cachekit.strategies.base import CacheConfig, config_class, strategy
+from cachekit.strategies.base import CacheConfig, checked_patterns, config_class, strategy
 from cachekit.strategies.gates import IntervalGate
 from cachekit.strategies.predictors import Taylor
 from cachekit.strategies.sites import attention_site, named_site
 
 
 def _patterns(value: Any) -> Any:
-    for pattern in value or ():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
+    checked_patterns(value or ())
     return value
 
 

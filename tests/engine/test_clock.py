@@ -24,9 +24,9 @@ from ..toys import (
     ALWAYS,
     ScriptedConfig,
     Stack,
+    SyncsPerCall,
     ToyPipeline,
     bare_loop,
-    counted_syncs,
     latents,
     of_time,
     pattern,
@@ -265,30 +265,6 @@ FREE = {
     "magcache": ck.MagCacheConfig(mag_ratios=[1.01] * 8, retention_ratio=0.1),
     "taylorseer": ck.TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=1),
 }
-
-
-class SyncsPerCall:
-    """Counts, at every denoiser call, what was read back since the call began, beside what the statistics say."""
-
-    def __init__(self, pipe: Any, name: str) -> None:
-        self.denoiser = getattr(pipe, name)
-
-    def __call__(self, run: Any) -> list[int]:
-        counts: list[int] = []
-        hook = self.denoiser.__dict__["_compiled_call_impl"]
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with counted_syncs() as seen:
-                output = hook(*args, **kwargs)
-            counts.append(len(seen))
-            return output
-
-        self.denoiser.__dict__["_compiled_call_impl"] = watched
-        try:
-            run()
-        finally:
-            self.denoiser.__dict__["_compiled_call_impl"] = hook
-        return counts
 
 
 @pytest.mark.parametrize("calls", [1, 2])

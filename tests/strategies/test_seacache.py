@@ -27,9 +27,9 @@ from cachekit.strategies.seacache import Seen, SpectralGate, relative_changes, s
 from ..pipelines.tiny import TINY
 from ..toys import (
     Stack,
+    SyncsPerCall,
     ToyPipeline,
     bare_loop,
-    counted_syncs,
     latents,
     of_time,
     pattern,
@@ -534,20 +534,7 @@ def test_one_read_back_per_decision(calls: int) -> None:
     pipe = toy_pipeline(change=of_time(torch.cos))
     with ck.cached(pipe, "seacache", threshold=1e9):
         pipe(8, conditions=conditions)
-        counts: list[int] = []
-        hook = pipe.transformer.__dict__["_compiled_call_impl"]
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with counted_syncs() as seen_syncs:
-                output = hook(*args, **kwargs)
-            counts.append(len(seen_syncs))
-            return output
-
-        pipe.transformer.__dict__["_compiled_call_impl"] = watched
-        try:
-            pipe(8, conditions=conditions)
-        finally:
-            pipe.transformer.__dict__["_compiled_call_impl"] = hook
+        counts = SyncsPerCall(pipe, "transformer")(lambda: pipe(8, conditions=conditions))
         run = ck.stats(pipe).last
         assert run is not None
         assert [decision.syncs for decision in run.decisions] == [int(score is not None) for score in scores(pipe)]
