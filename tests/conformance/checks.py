@@ -137,6 +137,11 @@ def modules_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     }
 
 
+def has_layout(model: nn.Module) -> bool:
+    """True where a block stack is skipped; other sites learn no layout."""
+    return hasattr(_engines[model].members[0].parts[0].site, "layout")
+
+
 def layout_of(model: nn.Module, branch: str) -> Layout:
     layout = _engines[model].members[0].parts[0].site.layout(branch)  # type: ignore[attr-defined]
     assert layout is not None, "no computed call has taught the layout"
@@ -182,7 +187,7 @@ def skips_and_repeats(subject: Subject, settings: Settings) -> tuple[int, int]:
         first = run(case, model, STEPS)
         if modules_of(model):
             second, stats = _counting_modules_run(subject, handle)
-        elif not hasattr(_engines[model].members[0].parts[0].site, "layout"):
+        elif not has_layout(model):
             second = run(case, model, STEPS)
             stats = handle.stats()
         else:
@@ -316,6 +321,8 @@ def _first_modules(model: nn.Module) -> list[nn.Module]:
     groups = modules_of(model)
     if groups:
         return [module for group in groups.values() for module in group]
+    if not has_layout(model):
+        return [model]
     return [layout_of(model, "cond").places[0].slot.module]
 
 
