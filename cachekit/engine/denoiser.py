@@ -35,6 +35,7 @@ from cachekit.engine.weights import WeightWatch
 from cachekit.errors import UnsupportedModelError
 
 _TELLING_STEPS = 4
+_OTHER_WEIGHTS = "the weights, or a scale or switch of an adapter, changed"
 
 
 class DenoiserEngine:
@@ -284,7 +285,7 @@ class DenoiserEngine:
             signature=call.signature,
             read=item.read,
             others=partial(call.run.newest_of, part, call.branch),
-            forced=call.forced,
+            forced=lambda: call.forced,
             conditioning=call.conditioning,
             comparer=call.run.book.comparer,
             altered=lambda: call.altered,
@@ -449,7 +450,7 @@ class DenoiserEngine:
             item.score, item.reason = verdict.score, verdict.reason
             if verdict.note:
                 item.part.member.note(call.run.stats_of(item.part.member), verdict.note)
-            item.reused = verdict.reuse and verdict.is_sound
+            item.reused = verdict.reuse and verdict.is_sound and not self._written(call, item)
             call.facts.refreshes |= verdict.refreshes and not item.reused
             if not verdict.is_sound:
                 item.reason = "the score is not a finite number"
@@ -500,7 +501,7 @@ class DenoiserEngine:
         if control != last.control and control is not None and last.control is not None:
             reason = control.reason(last.control)
         if weights != last.weights and last.weights is not None:
-            reason = "the weights, or a scale or switch of an adapter, changed"
+            reason = _OTHER_WEIGHTS
         if getattr(self._core(), "_cache_config", None) is not None:
             reason = "diffusers' own cache was enabled on this model; call its disable_cache()"
         if fills_own_cache(call.arguments):
@@ -509,7 +510,17 @@ class DenoiserEngine:
             reason = "gradients are enabled"
         if reason is not None:
             call.run.forget(call.branch)
+        call.run.weigh(call.branch, call.view.step, self._watch)
         return reason
+
+    def _written(self, call: Call, item: PartCall) -> bool:
+        """Asked when a gate would reuse: True when the weights have been written into, so that nothing may be."""
+        if call.forced is None and call.run.written(call.branch, call.view.step, self._watch):
+            call.forced = _OTHER_WEIGHTS
+            call.run.forget(call.branch)
+            call.run.weigh(call.branch, call.view.step, self._watch)
+        item.reason = call.forced or item.reason
+        return call.forced is not None
 
     def _new_run(self, old: RunState | None) -> None:
         """A run begins; `old` is the one it takes the place of."""

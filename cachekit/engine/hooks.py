@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class _Point:
 
     def __init__(self, module: nn.Module) -> None:
         self.hooks: tuple[Hook, ...] = ()
+        self._handler: Handler = _call
         self._eager = False
         self._module = weakref.ref(module)
         self._previous: Inner | None = None
@@ -95,6 +97,7 @@ class _Point:
     def change(self, hooks: tuple[Hook, ...]) -> None:
         had, self.hooks = bool(self.hooks), hooks
         self._eager = any(hook.eager for hook in hooks)
+        self._handler = reduce(_around, (hook.handler for hook in hooks)) if hooks else _call
         if hooks and not had:
             self._attach()
         elif had and not hooks:
@@ -118,13 +121,10 @@ class _Point:
         reference = self._module
 
         def hooked_call(*args: Any, **kwargs: Any) -> Any:
-            hooks = self.hooks
             inner = previous
             if inner is None or self._eager:
                 inner = reference()._call_impl  # type: ignore[union-attr]
-            for hook in hooks[:-1]:
-                inner = _nested(hook.handler, inner)
-            return hooks[-1].handler(inner, args, kwargs) if hooks else inner(*args, **kwargs)
+            return self._handler(inner, args, kwargs)
 
         # A compiled caller must not trace the hook. What is compiled further in turns dynamo on again by itself.
         self._wrapper = torch.compiler.disable(hooked_call)
@@ -163,5 +163,14 @@ _lock = threading.RLock()
 _points: weakref.WeakValueDictionary[int, _Point] = weakref.WeakValueDictionary()
 
 
-def _nested(handler: Handler, inner: Inner) -> Inner:
-    return lambda *args, **kwargs: handler(inner, args, kwargs)
+def _call(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inner(*args, **kwargs)
+
+
+def _around(first: Handler, second: Handler) -> Handler:
+    """Both handlers as one, the second outside."""
+
+    def handler(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return second(lambda *given, **named: first(inner, given, named), args, kwargs)
+
+    return handler

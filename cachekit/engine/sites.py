@@ -83,7 +83,7 @@ class PassContext:
         signature: shape, dtype and device of the latents.
         read: reads one number back from the device; counted in the statistics.
         others: other branch -> what this site kept of its newest computed call.
-        forced: why everything computes in this call, if so.
+        forced: tells why everything computes in this call, None if it need not; a decision may bring it about.
         conditioning: the arguments without latents and timesteps, flattened.
         comparer: compares tensors of two calls and counts the values read back for it.
         altered: True while the model runs on other arguments than the call was given, such as half of the batch.
@@ -108,7 +108,7 @@ class PassContext:
     signature: Hashable
     read: Callable[[torch.Tensor], float]
     others: Callable[[], Mapping[str, Entry]] = dict
-    forced: str | None = None
+    forced: Callable[[], str | None] = lambda: None
     conditioning: Conditioning = field(default_factory=lambda: Conditioning({}))
     comparer: Comparer = field(default_factory=Comparer)
     altered: Callable[[], bool] = lambda: False

@@ -72,6 +72,8 @@ class RunState:
     _states: dict[tuple[Part, str], BranchState] = field(default_factory=dict)
     _facts: dict[str, Facts] = field(default_factory=dict)
     _weighed: tuple[int, Hashable] = (-1, None)
+    _written: tuple[int, int] = (-1, 0)
+    _writes: dict[str, int] = field(default_factory=dict)
 
     def stats_of(self, member: Member) -> RunStats:
         """The record of one strategy in this run."""
@@ -104,13 +106,32 @@ class RunState:
         return before
 
     def weights(self, step: int, watch: WeightWatch) -> Hashable:
-        """Fingerprint of the weights, taken once a step: users change them between steps."""
+        """Set-up of the weights, taken once a step: users change them between steps."""
         if step != self._weighed[0]:
-            self._weighed = step, watch.fingerprint()
+            self._weighed = step, watch.setup()
         return self._weighed[1]
+
+    def weigh(self, branch: str, step: int, watch: WeightWatch) -> None:
+        """Note how often weights were written into, before the first of the results that a branch holds."""
+        if branch not in self._writes:
+            self._writes[branch] = self._count(step, watch)
+
+    def written(self, branch: str, step: int, watch: WeightWatch) -> bool:
+        """True when weights were written into since `weigh` took note for a branch.
+
+        Asked before a reuse, not at computed steps: the count only grows, so equal counts mean that nothing was
+        written while the results were computed either.
+        """
+        return self._writes.get(branch) != self._count(step, watch)
+
+    def _count(self, step: int, watch: WeightWatch) -> int:
+        if step != self._written[0]:
+            self._written = step, watch.writes()
+        return self._written[1]
 
     def forget(self, branch: str) -> None:
         """Let go of all results of a branch."""
+        self._writes.pop(branch, None)
         for (_, name), state in self._states.items():
             if name == branch:
                 state.forget()

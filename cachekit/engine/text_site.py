@@ -102,9 +102,10 @@ class TextSite(Site):
         return TextPass(plan, self._moving(context.arguments) if plan.is_open else (), context)
 
     def _trace(self, denoiser: nn.Module, form: Hashable, context: PassContext) -> SitePass:
-        if context.forced is not None:
+        obstacle = context.forced()
+        if obstacle is not None:
             # Arguments that take another form in every call would be traced in every call.
-            return IdlePass(context, context.forced)
+            return IdlePass(context, obstacle)
         return TextTrace(
             denoiser,
             [context.arguments.get(name) for name in (*self._latents, *self._times)],
@@ -228,7 +229,7 @@ class TextPass(SitePass):
         self._before = {} if newest is None or self._kept is None else dict(newest.values)
         self._usable = self._unchanged()
         self._reuse = context.decide(None, self._objection())
-        if not self._reuse and context.forced is not None:
+        if not self._reuse and context.forced() is not None:
             self._usable = frozenset()
         self._entry = Entry(
             context.now.step, {at: kept for at, kept in self._before.items() if _path(at) in self._usable}

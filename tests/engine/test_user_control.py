@@ -142,6 +142,33 @@ def test_weights_changed_in_place(steps: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, output, strict=True))
 
 
+def test_weights_changed_before_a_computed_step() -> None:
+    """Noticed at the next reuse, which would mix results from before and after the change."""
+    model = Stack(4)
+
+    def between(step: int) -> None:
+        if step == 3:
+            model.blocks[2].weight.mul_(2)
+
+    with ck.cached(model, ck.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=2)):
+        steps_with(model, lambda step: {}, between)
+        assert pattern(model) == "##.###.#"
+        assert "weights" in reasons(model)[4]
+
+
+@torch.no_grad()
+def test_weights_changed_while_samples_decide() -> None:
+    """One sample's decision finds the change; no other sample of the batch reuses after that."""
+    model = Stack(4)
+    with ck.cached(model, ck.FirstBlockCacheConfig(threshold=10.0, per_sample=True)):
+        for step, time in enumerate(TIMES):
+            if step == 4:
+                model.blocks[2].weight.mul_(2)
+            model(torch.cat([latents(), 2 * latents()]) + step / 8, time)
+        assert pattern(model) == "#...#..."
+        assert [item.reused_samples for item in ck.stats(model).last.decisions[3:5]] == [(True, True), (False, False)]
+
+
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "new parameter", "new block"])
 def test_weights_replaced(how: str) -> None:
     model = Stack(4)
