@@ -9,6 +9,9 @@ from typing import Any
 
 import cachekit
 
+SEA_CACHE = ((0.1, 2), (0.25, 2), (0.5, 3), (1.0, 4), (2.0, 6))
+"""Thresholds, and reuses in a row at most."""
+
 Enable = Callable[[Any], AbstractContextManager[Any]]
 
 
@@ -84,6 +87,15 @@ def our_methods(
             cachekit.TaylorSeerCacheConfig(cache_interval=interval, disable_cache_before_step=warmup),
         )
         for interval, warmup in ((2, 1), (3, 1), (4, 1), (5, 1), (7, 1))
+    ]
+    found += [
+        ours(
+            "seacache",
+            f"threshold {threshold:g}, at most {skips}",
+            steps,
+            cachekit.SeaCacheConfig(threshold, max_consecutive_cached=skips),
+        )
+        for threshold, skips in SEA_CACHE
     ]
     found += [
         ours("pab", f"range {skips}", steps, cachekit.PyramidAttentionBroadcastConfig(skips)) for skips in (2, 3, 4, 6)

@@ -11,15 +11,11 @@ from typing import Any
 import torch
 
 import cachekit
-from benchmarks.methods import Method
+from benchmarks.methods import SEA_CACHE, Method
 
 
 def diffusers_methods(steps: int, ratios: cachekit.MagnitudeRatios) -> list[Method]:
-    """diffusers' own hooks; MagCache gets the ratios of the conditional branch, since it takes one list for all.
-
-    Its SeaCache is not among them: it needs a pipeline that tells step and sigma in its cache context, which Flux's
-    does not.
-    """
+    """diffusers' own hooks; MagCache gets the ratios of the conditional branch, since it takes one list for all."""
     from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
     curve = list(next(iter(ratios.ratios.values())))
@@ -63,7 +59,8 @@ def diffusers_methods(steps: int, ratios: cachekit.MagnitudeRatios) -> list[Meth
         for lite in (False, True)
         for interval in (2, 3, 4, 5, 7)
     ]
-    return [*found, *(_broadcast(steps, skips) for skips in (2, 3, 4, 6))]
+    found += [_broadcast(steps, skips) for skips in (2, 3, 4, 6)]
+    return [*found, *(_sea_cache(steps, *setting) for setting in SEA_CACHE)]
 
 
 def _broadcast(steps: int, skips: int) -> Method:
@@ -82,6 +79,39 @@ def _broadcast(steps: int, skips: int) -> Method:
             pipe.transformer.disable_cache()
 
     return Method("diffusers pab", f"range {skips}", steps, enable, peer=True, project="diffusers")
+
+
+def _sea_cache(steps: int, threshold: float, skips: int) -> Method:
+    """diffusers' SeaCache, which has to be told step, sigma and latents; a Flux pipeline tells none of them."""
+    from diffusers.hooks import SeaCacheConfig
+
+    def latents(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The packed tokens (1, h * w, 4 C) as (C, 1, 2 h, 2 w)."""
+        (tokens,) = kwargs["hidden_states"]
+        side = round(tokens.shape[0] ** 0.5)
+        planes = tokens.view(side, side, -1, 2, 2).permute(2, 0, 3, 1, 4)
+        return [planes.reshape(planes.shape[0], 1, 2 * side, 2 * side)]
+
+    @contextmanager
+    def enable(pipe: Any) -> Iterator[None]:
+        model, scheduler = pipe.transformer, pipe.scheduler
+        context = model.cache_context
+
+        def telling(name: str) -> Any:
+            step = scheduler.step_index or 0
+            sigma = float(scheduler.sigmas[step])
+            return context(name, step_index=step, sigma=sigma, num_inference_steps=steps)
+
+        model.enable_cache(SeaCacheConfig(threshold, max_consecutive_cached=skips, raw_vision_callback=latents))
+        model.cache_context = telling
+        try:
+            yield
+        finally:
+            del model.cache_context
+            model.disable_cache()
+
+    name = f"threshold {threshold:g}, at most {skips}"
+    return Method("diffusers seacache", name, steps, enable, peer=True, project="diffusers")
 
 
 def cache_dit_methods(steps: int) -> list[Method]:
