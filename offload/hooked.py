@@ -1,4 +1,4 @@
-"""The modes "model" and "sequential": diffusers' own, made reversible, with the bytes that they move counted."""
+"""The modes "model" and "sequential": diffusers' and accelerate's, made reversible, with their bytes counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import cpu_offload
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
@@ -73,8 +74,12 @@ def offload_sequentially(pipe: Any, device: torch.device, options: NoOptions) ->
     """Leaf by leaf, with weights on the meta device until they are used."""
     work = _prepared(pipe)
     try:
-        pipe.enable_sequential_cpu_offload(device=device)
+        kept = getattr(pipe, "_exclude_from_cpu_offload", ())
         for name, module in modules_of(pipe).items():
+            module.to(device if name in kept else "cpu")
+            if name in kept:
+                continue
+            cpu_offload(module, device, offload_buffers=len(module._parameters) > 0)
             for leaf in module.modules():
                 if getattr(getattr(leaf, "_hf_hook", None), "offload", False):
                     work.undo.add(Hook(leaf, _counting_leaf(work, name, module, leaf), depth=_DEPTH).remove)
