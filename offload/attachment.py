@@ -99,8 +99,20 @@ class Attachment:
         self._removers.append(undo)
 
 
-class Refusal:
-    """Stands in for `module._apply`, through which every conversion of a module goes, and refuses copies and pickles."""
+class Uncopyable:
+    """Lets a copy or pickle of the module that it is attached to fail with a message."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise OffloadError("a model cannot be copied while its weights are offloaded; call handle.disable() first")
+
+    def __reduce__(self) -> Any:
+        raise OffloadError(
+            "a model cannot be pickled while its weights are offloaded; use save_pretrained, or call handle.disable()"
+        )
+
+
+class Refusal(Uncopyable):
+    """Stands in for `module._apply`, through which every conversion of a module goes."""
 
     def __init__(self, module: nn.Module, dtypes: list[torch.dtype], device: torch.device) -> None:
         self._module, self._dtypes, self._device = weakref.ref(module), set(dtypes), device
@@ -118,16 +130,8 @@ class Refusal:
                 )
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise OffloadError("a model cannot be copied while its weights are offloaded; call handle.disable() first")
 
-    def __reduce__(self) -> Any:
-        raise OffloadError(
-            "a model cannot be pickled while its weights are offloaded; use save_pretrained, or call handle.disable()"
-        )
-
-
-class _Saving:
+class _Saving(Uncopyable):
     """Puts the real weights into a state dict; called by torch with (module, state dict, prefix, metadata)."""
 
     def __init__(self, group: Group, streamer: Streamer) -> None:

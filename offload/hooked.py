@@ -134,6 +134,7 @@ def _prepared(pipe: Any) -> Hooked:
     for module in modules_of(pipe).values():
         work.undo.add(_homes(module))
         work.undo.add(_ties(module))
+        work.undo.add(_forwards(module))
     work.undo.add(take_hooks_off)
     return work
 
@@ -154,7 +155,7 @@ def _homes(module: nn.Module) -> Callable[[], None]:
 
 
 def _ties(module: nn.Module) -> Callable[[], None]:
-    """Remember which names share one parameter, and which buffers and parameters were what; the result ties again."""
+    """Remember which names share one parameter; the result ties them again."""
     reference = weakref.ref(module)
     shared: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -170,6 +171,19 @@ def _ties(module: nn.Module) -> Callable[[], None]:
                 owner.get_submodule(path)._parameters[leaf] = first
 
     return again
+
+
+def _forwards(module: nn.Module) -> Callable[[], None]:
+    """Remember which modules have a `forward` of their own; accelerate leaves the class's behind as one."""
+    plain = [weakref.ref(inner) for inner in module.modules() if "forward" not in inner.__dict__]
+
+    def back() -> None:
+        for reference in plain:
+            inner = reference()
+            if inner is not None:
+                inner.__dict__.pop("forward", None)
+
+    return back
 
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
