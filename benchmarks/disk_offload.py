@@ -106,7 +106,17 @@ def resident(field: str) -> int:
 
 def measure(folder: Path, mode: str, steps: int) -> dict[str, float]:
     """Run one mode in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.disk_offload", "--folder", str(folder), "--steps", str(steps), "--run", mode]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.disk_offload",
+        "--folder",
+        str(folder),
+        "--steps",
+        str(steps),
+        "--run",
+        mode,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the run {mode!r} failed:\n{done.stderr[-3000:]}")
@@ -140,7 +150,10 @@ def report(folder: Path, steps: int, repeats: int) -> tuple[str, bool]:
             f"| {best[mode] / best['memory']:.2f} | {found[0]['moved'] / 2**30:.2f} GiB |"
         )
     worst = max(run["peak"] / weights for mode in MODES[1:] for run in runs[mode])
-    lines += ["", f"outputs bit-identical: {'yes' if equal else 'NO'}; peak <= {LIMIT:.0%}: {'yes' if worst <= LIMIT else 'NO'}"]
+    lines += [
+        "",
+        f"outputs bit-identical: {'yes' if equal else 'NO'}; peak <= {LIMIT:.0%}: {'yes' if worst <= LIMIT else 'NO'}",
+    ]
     return "\n".join(lines), equal and worst <= LIMIT
 
 

@@ -87,7 +87,9 @@ class Attachment:
 
     def _refuse(self, module: nn.Module) -> None:
         """Let conversions, copies and pickles of a module fail with a message."""
-        refusal = Refusal(module, [entry.dtype for group in self._route.groups for entry in group.entries], self._streamer.device)
+        refusal = Refusal(
+            module, [entry.dtype for group in self._route.groups for entry in group.entries], self._streamer.device
+        )
         module.__dict__["_apply"] = refusal
         reference = weakref.ref(module)
 

@@ -98,7 +98,9 @@ def _blocks(component: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield path, chain
 
 
-def _elements_of_lists(module: nn.Module, prefix: str, around: list[nn.Module]) -> Iterator[tuple[str, list[nn.Module]]]:
+def _elements_of_lists(
+    module: nn.Module, prefix: str, around: list[nn.Module]
+) -> Iterator[tuple[str, list[nn.Module]]]:
     chain = [module, *around]
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -114,7 +116,9 @@ def _elements_of_lists(module: nn.Module, prefix: str, around: list[nn.Module]) 
             yield from _elements_of_lists(child, f"{path}.", chain)
 
 
-def _leaves(component: nn.Module, prefix: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, list[nn.Module]]]:
+def _leaves(
+    component: nn.Module, prefix: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, list[nn.Module]]]:
     for name, child in component.named_children():
         path = f"{prefix}{name}"
         if next(child.children(), None) is None:

@@ -66,9 +66,7 @@ class Group:
         for path, parameter in parameters.items():
             data = parameter.data
             stride = tuple(data.stride()) if is_dense(data) else contiguous(data.shape)
-            self.entries.append(
-                Entry(path, parameter, tuple(data.shape), stride, data.dtype, offset, parameter.device)
-            )
+            self.entries.append(Entry(path, parameter, tuple(data.shape), stride, data.dtype, offset, parameter.device))
             offset += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.buffer_bytes = offset
         self.nbytes = sum(entry.nbytes for entry in self.entries)

@@ -15,10 +15,10 @@ from torch import nn
 
 from offload.errors import OffloadError, warn
 from offload.files import Stored
-from offload.sources import load as load_stored
 from offload.grouping import group_weights
 from offload.handle import Handle, lock, modules_of, remember
 from offload.modes import checked, enable
+from offload.sources import load as load_stored
 from offload.streamed import DiskOptions, stored_in, stream_from_files
 from offload.target import execution_device
 

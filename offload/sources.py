@@ -59,7 +59,9 @@ class Files:
             partial.replace(path)
         except Exception as error:
             partial.unlink(missing_ok=True)
-            raise OffloadError(f"the weights could not be written to {folder} ({error}); pass another folder=") from error
+            raise OffloadError(
+                f"the weights could not be written to {folder} ({error}); pass another folder="
+            ) from error
         self._own[group] = path
         self._places[group] = read_header(path)
 

@@ -275,7 +275,9 @@ def _folder(parent: Path | None, groupings: Mapping[str, Grouping]) -> str:
             warn(f"{place} is kept in memory, so that offloading to it frees nothing; pass folder= on a disk")
         return tempfile.mkdtemp(prefix="offload-", dir=place)
     except OSError as error:
-        raise OffloadError(f"no folder for the weights can be made in {place} ({error}); pass another folder=") from error
+        raise OffloadError(
+            f"no folder for the weights can be made in {place} ({error}); pass another folder="
+        ) from error
 
 
 def _in_memory(place: Path) -> bool:

@@ -90,9 +90,9 @@ def test_a_schedule_is_known_across_steps(cache_first: bool, monkeypatch: pytest
         assert seen == 3 * blocks
     run = ck.stats(pipe).last
     assert run is not None
-    assert list(run.bytes_moved_per_step.values()) == [
-        nbytes * BLOCK_BYTES for nbytes in (5, 4, 0, 0, 3, 0, 0, 0)
-    ], "block 0 of steps 1 and 4 is on its way before the step before them ends"
+    assert list(run.bytes_moved_per_step.values()) == [nbytes * BLOCK_BYTES for nbytes in (5, 4, 0, 0, 3, 0, 0, 0)], (
+        "block 0 of steps 1 and 4 is on its way before the step before them ends"
+    )
 
 
 def test_an_open_decision_fetches_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
