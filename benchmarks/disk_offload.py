@@ -23,7 +23,7 @@ from typing import Any
 LIMIT = 0.35
 """Peak above the imports, as a share of the weights, that the mode must stay below."""
 DOUBLE, SINGLE, HEADS, HEAD_WIDTH = 8, 20, 8, 128
-ABSENT = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+ABSENT: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 """The run is given embeddings instead."""
 MODES = ("memory", "disk", "disk without prefetch")
 
@@ -138,7 +138,8 @@ def report(folder: Path, steps: int, repeats: int) -> tuple[str, bool]:
     latents = {mode: load_file(folder / f"{mode.replace(' ', '-')}.latents")["latents"] for mode in MODES}
     equal = all(torch.equal(latents["memory"], item) for item in latents.values())
     lines = [
-        f"weights {weights / 2**30:.2f} GiB, {steps} step(s), best of {repeats}, {os.cpu_count()} cores, torch {torch.__version__}",
+        f"weights {weights / 2**30:.2f} GiB, {steps} step(s), best of {repeats}, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}",
         "",
         "| mode | peak above imports | of the weights | load | run | run / memory | read in the run |",
         "|---|---|---|---|---|---|---|",

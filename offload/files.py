@@ -87,7 +87,7 @@ def read_into(wanted: Iterable[tuple[Stored, torch.Tensor]]) -> None:
         try:
             with path.open("rb", buffering=0) as file:
                 for stored, target in items:
-                    view = memoryview(target.numpy())
+                    view = memoryview(target.numpy().data)
                     file.seek(stored.offset)
                     while len(view):
                         count = file.readinto(view)

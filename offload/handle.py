@@ -85,7 +85,8 @@ class OffloadStats:
 class Mode(Protocol):
     """A mode at work on a pipeline."""
 
-    buffer_bytes: int
+    @property
+    def buffer_bytes(self) -> int: ...
 
     def components(self) -> dict[str, ComponentStats]: ...
 

@@ -164,7 +164,9 @@ def _ties(module: nn.Module) -> Callable[[], None]:
 
     def again() -> None:
         owner = reference()
-        for names in tied if owner is not None else ():
+        if owner is None:
+            return
+        for names in tied:
             first = owner.get_parameter(names[0])
             for name in names[1:]:
                 path, _, leaf = name.rpartition(".")

@@ -137,12 +137,12 @@ def _empty_component(
     return module.eval(), places
 
 
-def _build(kind: type[nn.Module], folder: Path) -> nn.Module:
+def _build(kind: Any, folder: Path) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         if issubclass(kind, ModelMixin):
             module = kind.from_config(kind.load_config(folder))
         else:
-            module = kind(kind.config_class.from_pretrained(folder))  # type: ignore[operator, union-attr]
+            module = kind(kind.config_class.from_pretrained(folder))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     return module  # type: ignore[no-any-return]
