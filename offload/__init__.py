@@ -1,1 +1,19 @@
-"""Where weights and inputs live: devices, placement, offload, a byte planner. Not there yet: the package is empty."""
+"""Where weights live: models that run with less memory than their weights need, on any machine."""
+
+from offload.errors import OffloadError, OffloadWarning
+from offload.handle import ComponentStats, Handle, OffloadStats
+from offload.loading import load
+from offload.modes import MODES, active, disable, enable
+
+__all__ = [
+    "MODES",
+    "ComponentStats",
+    "Handle",
+    "OffloadError",
+    "OffloadStats",
+    "OffloadWarning",
+    "active",
+    "disable",
+    "enable",
+    "load",
+]

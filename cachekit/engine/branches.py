@@ -90,6 +90,11 @@ class BranchBook:
         """Number of calls in the current step so far."""
         return len(self._called)
 
+    @property
+    def awaited(self) -> list[str]:
+        """Branches of the last step that have not been called in this one."""
+        return [branch.name for branch in self.branches if branch.step == self._step - 1]
+
     def earlier_timestep(self, conditioning: Conditioning, name: str | None) -> Any | None:
         """Timestep argument of the call of the same branch in this step, if there was one; reads nothing back."""
         for branch in self._called:

@@ -31,6 +31,7 @@ from cachekit.engine.sites import PassContext, Samples, SitePass, StructureChang
 from cachekit.engine.state import Call, Facts, PartCall, RunState
 from cachekit.engine.stats import CALIBRATION_REASON, Decision, DenoiserStats
 from cachekit.engine.tracker import Tracker
+from cachekit.engine.traffic import take_moved
 from cachekit.engine.weights import WeightWatch
 from cachekit.errors import UnsupportedModelError
 
@@ -61,7 +62,7 @@ class DenoiserEngine:
         self._local = threading.local()
         self._lock = threading.Lock()
         self.removed = False
-        self._root = Hook(module, self._handle)
+        self._root = Hook(module, self._handle, outlook=_EngineOutlook(self))
         observers.acquire(self)
 
     # life
@@ -100,6 +101,7 @@ class DenoiserEngine:
         for part in member.parts:
             part.site.current = partial(self._current_pass, part)
             part.site.spend = self._spend
+            part.site.planned = partial(self._planned, part)
         self._set((*self.members, member))
 
     def take_out(self, member: Member) -> None:
@@ -187,6 +189,28 @@ class DenoiserEngine:
             return None
         item = call.parts.get(part)
         return None if item is None else item.site_pass
+
+    def calls_again(self) -> bool | None:
+        """Whether the denoiser will run again after the call in flight in this thread, in the same run."""
+        call: Call | None = getattr(self._local, "call", None)
+        if call is None or call.view.steps is None:
+            return None
+        planned = [self._planned(part) for part in self._parts if part.site.is_whole]
+        if planned:
+            return False if False in planned else None if None in planned else True
+        if call.view.is_last and call.run.book.awaited:
+            return None if any(part.site.joins_branches for part in self._parts) else True
+        return not call.view.is_last
+
+    def _planned(self, part: Part) -> bool | None:
+        """Whether a rule is known to compute later in the run in flight in this thread."""
+        call: Call | None = getattr(self._local, "call", None)
+        if call is None or call.view.steps is None:
+            return None
+        ahead = [(name, call.view.step) for name in call.run.book.awaited]
+        ahead += [(call.branch, step) for step in range(call.view.step + 1, call.view.steps)]
+        answers = [part.rule.computes(branch, step, call.view.steps) for branch, step in ahead]
+        return True if True in answers else None if None in answers else False
 
     def _spend(self, seconds: float) -> None:
         call: Call | None = getattr(self._local, "call", None)
@@ -481,10 +505,15 @@ class DenoiserEngine:
             stats = run.stats_of(member)
             if member.last is not stats:
                 member.last = stats
+                self._take_moved()
                 session = self._tracker.session_of(run)
                 if session is not None:
                     session.engines.add(self)
                     self._control.follow(session, view)
+
+    def _take_moved(self) -> int:
+        core = self._core()
+        return 0 if core is None else take_moved(core)
 
     def _obstacle(self, call: Call, match: Match) -> str | None:
         """Why nothing that was kept may be used in this call; forgets what no longer holds."""
@@ -540,6 +569,7 @@ class DenoiserEngine:
         run.calls += 1
         session = self._tracker.session_of(run)
         syncs = self._tracker.take_syncs(run) + self._control.take_syncs(session)
+        moved = self._take_moved()
         for member in self.members:
             stats = run.stats_of(member)
             reused = False
@@ -559,8 +589,10 @@ class DenoiserEngine:
                         item.saving.flops,
                         reused_samples=tuple(sample.reused for sample in item.samples),
                         scores=tuple(sample.score for sample in item.samples),
+                        bytes_moved=moved,
                     )
                 )
+                moved = 0
                 reused = reused or item.reused
             stats.peak_bytes = max(stats.peak_bytes, run.nbytes(member))
             with self._lock:
@@ -589,6 +621,20 @@ class DenoiserEngine:
         if last < step:
             run.let_go()
             self._end_of_run(run)
+
+
+class _EngineOutlook:
+    """What an engine tells about the calls of its denoiser. Holds it weakly, as hooks do."""
+
+    def __init__(self, engine: DenoiserEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def now(self) -> bool | None:
+        return True
+
+    def later(self) -> bool | None:
+        engine = self._engine()
+        return None if engine is None else engine.calls_again()
 
 
 def _around(site_pass: SitePass, inner: Inner, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ class DenoiserSite(Site):
     """Hooks nothing but the root. Works for every module, whatever is inside, compiled or not."""
 
     rank = 0
+    is_whole = True
 
     def begin(self, branch: str, context: PassContext) -> DenoiserPass:
         return DenoiserPass(context)

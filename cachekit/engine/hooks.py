@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,19 +23,34 @@ Inner = Callable[..., Any]
 Handler = Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Outlook(Protocol):
+    """Tells whether calls of a hooked module get past its hook; None where that is not known."""
+
+    def now(self) -> bool | None:
+        """The next call, within the denoiser call that is in flight in this thread."""
+        ...
+
+    def later(self) -> bool | None:
+        """Any call in a later denoiser call of the run that is in flight in this thread."""
+        ...
+
+
 class Hook:
     """Sends the calls of one module through `handler(inner, args, kwargs)` until removed.
 
     `inner` is what a call would have run without the hook; with `eager` the module's own forward, even when it was
-    compiled in place. Several hooks on one module are nested, the latest outermost, and can be removed in any order.
+    compiled in place. Several hooks on one module are nested, the latest outermost, and can be removed in any order;
+    those of a lower `depth` are always inside the others. `outlook` tells what the handler will do.
     The module is held weakly: a hook keeps no model alive.
     """
 
-    def __init__(self, module: nn.Module, handler: Handler, eager: bool = False) -> None:
-        self.handler, self.eager = handler, eager
+    def __init__(
+        self, module: nn.Module, handler: Handler, eager: bool = False, depth: int = 0, outlook: Outlook | None = None
+    ) -> None:
+        self.handler, self.eager, self.depth, self.outlook = handler, eager, depth, outlook
         with _lock:
             self._point: _Point | None = _Point.of(module)
-            self._point.change((*self._point.hooks, self))
+            self._point.change(tuple(sorted((*self._point.hooks, self), key=lambda hook: hook.depth)))
 
     def set_eager(self, eager: bool) -> None:
         """Switch between the module's own forward and the one compiled in place."""
@@ -138,6 +153,13 @@ class _Point:
             elif self.in_place:
                 del module.__dict__[_SLOT]
         self._wrapper = None
+
+
+def outlooks(module: nn.Module) -> list[Outlook]:
+    """What the hooks of a module tell about its calls."""
+    point = _points.get(id(module))
+    hooks = point.hooks if point is not None and point.module is module else ()
+    return [hook.outlook for hook in hooks if hook.outlook is not None]
 
 
 def is_compiled(module: nn.Module) -> bool:

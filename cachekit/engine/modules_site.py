@@ -66,6 +66,12 @@ class ModulesPass(SitePass):
             self._keep(path, count, zeroed, output, _inputs(args, kwargs))
         return output
 
+    def will_run(self, slot: tuple[str, bool]) -> bool | None:
+        path = slot[0]
+        newest = self._context.history.newest
+        kept = newest is not None and (path, self._calls.get(path, 0)) in newest.passive
+        return not (self._reuse and kept)
+
     def finish(self) -> Entry | None:
         newest = self._context.history.newest
         if not self._reuse:

@@ -74,6 +74,16 @@ class AttentiveGate(Protocol):
     def attend(self, context: GateContext) -> Any: ...
 
 
+@runtime_checkable
+class PlannedGate(Protocol):
+    """A gate whose decisions are known before the run; `computes` says of any step what `decide` will say of it.
+
+    None where this branch or number of steps leaves it open. `steps` is None on a bare denoiser.
+    """
+
+    def computes(self, branch: str, step: int, steps: int | None) -> bool | None: ...
+
+
 @dataclass(frozen=True)
 class Measure:
     """A score still on the device, and what turns the number that is read back into a verdict.
@@ -144,14 +154,21 @@ class Guards:
         """Why this call must compute, or None."""
         if not len(history):
             return "nothing to reuse yet"
-        if now.step < max(self.warmup, round(self.retention * (now.steps or self.assumed))):
-            return "warm-up"
-        if self.stop is not None and now.step >= self.stop:
-            return "after the last cached step"
-        if self.ending and now.steps is not None and now.step >= now.steps - self.ending:
-            return "one of the last steps"
+        listed = self.listed(now.step, now.steps)
+        if listed is not None:
+            return listed
         if self.max_consecutive is not None and consecutive >= self.max_consecutive:
             return CAP_REASON
+        return None
+
+    def listed(self, step: int, steps: int | None) -> str | None:
+        """Why a step must compute whatever happens in the run, or None."""
+        if step < max(self.warmup, round(self.retention * (steps or self.assumed))):
+            return "warm-up"
+        if self.stop is not None and step >= self.stop:
+            return "after the last cached step"
+        if self.ending and steps is not None and step >= steps - self.ending:
+            return "one of the last steps"
         return None
 
 
@@ -226,3 +243,9 @@ class Rule:
     observe: Callable[[Entry, Entry, Callable[[torch.Tensor], float]], float] | None = None
     name: str = ""
     per_sample: bool = False
+
+    def computes(self, branch: str, step: int, steps: int | None) -> bool | None:
+        """Whether a step will be computed, as far as that is known before the run; None where it is open."""
+        if self.observe is not None or self.guards.listed(step, steps) is not None:
+            return True
+        return self.gate.computes(branch, step, steps) if isinstance(self.gate, PlannedGate) else None

@@ -159,6 +159,10 @@ class SitePass:
         """True when a call of a hooked module needs nothing from this pass; it then counts as seen."""
         return False
 
+    def will_run(self, slot: Any) -> bool | None:
+        """Whether the next call of a hooked module will be computed; None while that is not decided."""
+        return True
+
     def run(self, slot: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a hooked module."""
         return inner(*args, **kwargs)
@@ -176,17 +180,21 @@ class Site:
     """Owns the hooks of one kind of place. `rank` orders the sites of a denoiser from its root inwards.
 
     `joins_branches` is True when what one branch keeps is used by another in the same step, `splits` when a pass can
-    compute some samples of a batch and reuse the others.
+    compute some samples of a batch and reuse the others, `is_whole` when a reuse runs nothing of the denoiser.
+    `current` is the pass of the call in flight in this thread, `planned` whether a later call of its run is known to
+    compute.
     """
 
     rank = 0
     joins_branches = False
     splits = False
+    is_whole = False
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
         self.current: Callable[[], SitePass | None] = lambda: None
         self.spend: Callable[[float], None] = lambda seconds: None
+        self.planned: Callable[[], bool | None] = lambda: None
 
     def begin(self, branch: str, context: PassContext) -> SitePass:
         """Start watching one denoiser call."""
@@ -195,6 +203,10 @@ class Site:
     def describe(self) -> str:
         """What is hooked, in a few words."""
         raise NotImplementedError
+
+    def always_runs(self, slot: Any) -> bool:
+        """True when a hooked module is computed in every denoiser call, reused or not."""
+        return False
 
     def meet(self, others: Sequence[Site]) -> None:
         """Told which other sites there are on the denoiser, whenever that changes."""
@@ -225,13 +237,27 @@ class Site:
             self.spend(time.perf_counter() - started - spent)
             return output
 
-        self.hooks.append(Hook(module, handler))
+        self.hooks.append(Hook(module, handler, outlook=SlotOutlook(self, slot)))
 
     def remove(self) -> None:
         """Take all hooks off and let go of the modules."""
         for hook in reversed(self.hooks):
             hook.remove()
         self.hooks.clear()
+
+
+class SlotOutlook:
+    """What a site tells about the calls of one of its modules."""
+
+    def __init__(self, site: Site, slot: Any) -> None:
+        self._site, self._slot = site, slot
+
+    def now(self) -> bool | None:
+        site_pass = self._site.current()
+        return None if site_pass is None else site_pass.will_run(self._slot)
+
+    def later(self) -> bool | None:
+        return True if self._site.always_runs(self._slot) else self._site.planned()
 
 
 def kept_form(output: Any, covered: Mapping[Key, Any], storage_free: bool) -> Any | None:

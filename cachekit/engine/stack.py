@@ -78,6 +78,11 @@ class StackSite(Site):
         for key in [key for key in self._layouts if key[0] == branch]:
             del self._layouts[key]
 
+    def always_runs(self, slot: Slot) -> bool:
+        layouts = [self._fixed] if self._fixed is not None else list(self._layouts.values())
+        places = [place for layout in layouts for place in layout.places if place.slot is slot]
+        return bool(places) and all(place.segment is None for place in places)
+
     def describe(self) -> str:
         return self._description
 
@@ -98,7 +103,7 @@ class StackPass(SitePass):
         self._inputs: dict[int, Inputs] = {}
         self._landings: dict[int, dict[Key, torch.Tensor]] = {}
         self._probing = probe and any(place.is_probe for place in layout.places)
-        self._reuse = False
+        self._reuse = self._settled = False
         self._reusing: tuple[PassContext, ...] = (context,)
         self._split: Split | None = None
         self._errors: list[torch.Tensor] = []
@@ -114,6 +119,13 @@ class StackPass(SitePass):
             return False
         self._count += 1
         return True
+
+    def will_run(self, slot: Slot) -> bool | None:
+        ahead = (place for place in self._layout.places[self._count :] if place.slot is slot)
+        place = next(ahead, None)
+        if place is None or place.segment is None or not self._on_track:
+            return True
+        return not self._reuse if self._settled else None
 
     def run(self, slot: Slot, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index, self._count = self._count, self._count + 1
@@ -150,7 +162,7 @@ class StackPass(SitePass):
 
     def _settle(self, signal: torch.Tensor | None) -> None:
         """Ask who reuses: all, none, or some samples of the batch."""
-        self._reuse = self._context.decide(signal)
+        self._reuse, self._settled = self._context.decide(signal), True
         samples = self._context.samples
         if samples is not None:
             reused = samples.reused()

@@ -25,6 +25,8 @@ class Decision:
         reused_samples: for each sample of the batch whether it was reused, where they decide separately; `reused` is
             then True when all were.
         scores: what was compared for each of them.
+        bytes_moved: bytes of the denoiser's weights that offloading moved or read in this call, or began to; of
+            several strategies on a denoiser it stands with the first.
     """
 
     step: int
@@ -39,6 +41,7 @@ class Decision:
     flops_saved: int = 0
     reused_samples: tuple[bool, ...] = ()
     scores: tuple[float | None, ...] = ()
+    bytes_moved: int = 0
 
     @property
     def sign(self) -> str:
@@ -105,6 +108,19 @@ class RunStats:
     def projections_reused(self) -> int:
         """Calls of projections that were skipped, where a site counts them."""
         return sum(decision.projections for decision in self.decisions)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights that offloading moved in this run."""
+        return sum(decision.bytes_moved for decision in self.decisions)
+
+    @property
+    def bytes_moved_per_step(self) -> dict[int, int]:
+        """Step -> bytes of weights that offloading moved in it, or began to move for what runs next."""
+        moved: dict[int, int] = {}
+        for decision in self.decisions:
+            moved[decision.step] = moved.get(decision.step, 0) + decision.bytes_moved
+        return moved
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -207,6 +223,11 @@ class Stats:
         return sum(run.host_syncs for run in self._last())
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights that offloading moved in the last run, over all denoisers."""
+        return sum(run.bytes_moved for run in self._last())
+
+    @property
     def overhead_seconds(self) -> float:
         return sum(run.overhead_seconds for run in self._last())
 
@@ -255,6 +276,9 @@ def _describe(item: DenoiserStats) -> str:
     ]
     if run.projections_reused:
         lines.append(f"  {run.projections_reused} projections not computed, {run.flops_saved / 1e9:.3g} GFLOP saved")
+    if run.bytes_moved:
+        still = sum(not moved for moved in run.bytes_moved_per_step.values())
+        lines.append(f"  {format_bytes(run.bytes_moved)} of weights moved; none in {still} steps")
     for branch in run.branches:
         for part in dict.fromkeys(decision.part for decision in run.of(branch)):
             strip = "".join(decision.sign for decision in run.of(branch) if decision.part == part)

@@ -47,8 +47,11 @@ class IntervalGate:
     anchor: int
 
     def decide(self, context: GateContext) -> Verdict:
-        computes = (context.now.step - self.anchor) % self.interval == 0
+        computes = self.computes(context.branch, context.now.step, context.now.steps)
         return Verdict(not computes, reason="interval step" if computes else "between interval steps")
+
+    def computes(self, branch: str, step: int, steps: int | None) -> bool:
+        return (step - self.anchor) % self.interval == 0
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,16 @@ class ListedGate:
     def decide(self, context: GateContext) -> Verdict:
         if self.steps is not None and context.now.steps is not None and context.now.steps != self.steps:
             return Verdict(False, reason=f"the schedule is for {self.steps} steps, this run has {context.now.steps}")
-        listed = self.computed.get(context.branch)
-        if listed is None:
-            listed = self.computed.get("") or next(iter(self.computed.values()))
-        computes = context.now.step in listed
+        computes = context.now.step in self._listed(context.branch)
         return Verdict(not computes, reason="listed step" if computes else "between listed steps")
+
+    def computes(self, branch: str, step: int, steps: int | None) -> bool:
+        unfit = self.steps is not None and steps is not None and steps != self.steps
+        return unfit or step in self._listed(branch)
+
+    def _listed(self, branch: str) -> frozenset[int]:
+        listed = self.computed.get(branch)
+        return (self.computed.get("") or next(iter(self.computed.values()))) if listed is None else listed
 
 
 def _steps(value: Any) -> Any:
