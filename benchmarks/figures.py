@@ -55,9 +55,13 @@ class Timing:
     computed: int = 0
 
 
-def timed(pipe: diffusers.FluxPipeline, loop: Loop, config: cachekit.CacheConfig | None, clock: str) -> Timing:
-    """Time one loop, with a cache that is enabled before and disabled after."""
+def timed(
+    pipe: diffusers.FluxPipeline, loop: Loop, config: cachekit.CacheConfig | None, clock: str, learn: Loop | None
+) -> Timing:
+    """Time one loop, with a cache that is enabled before and disabled after; `learn` runs in between, untimed."""
     with nullcontext() if config is None else cachekit.cached(pipe, config, progress=False):
+        if learn is not None and config is not None:
+            learn()
         wall, started = time.perf_counter(), CLOCKS[clock]()
         loop()
         seconds, wall = CLOCKS[clock]() - started, time.perf_counter() - wall
@@ -66,13 +70,22 @@ def timed(pipe: diffusers.FluxPipeline, loop: Loop, config: cachekit.CacheConfig
 
 
 def interleaved(
-    pipe: diffusers.FluxPipeline, loop: Loop, configs: Sequence[cachekit.CacheConfig | None], rounds: int, clock: str
+    pipe: diffusers.FluxPipeline,
+    loop: Loop,
+    configs: Sequence[cachekit.CacheConfig | None],
+    rounds: int,
+    clock: str,
+    learn: Loop | None = None,
 ) -> list[list[Timing]]:
-    """`rounds` timings of every variant after one warm-up round; in each round every variant has its turn."""
+    """`rounds` timings of every variant after one warm-up round; in each round every variant has its turn.
+
+    A cache learns the model's layout in the first computed call after it was enabled. With `learn`, a short loop, that
+    happens before the timed one.
+    """
     measured: list[list[Timing]] = [[] for _ in configs]
     for number in range(rounds + 1):
         for timings, config in zip(measured, configs, strict=True):
-            timing = timed(pipe, loop, config, clock)
+            timing = timed(pipe, loop, config, clock, learn)
             if number:
                 timings.append(timing)
     return measured
