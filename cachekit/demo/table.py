@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 import cachekit
+from cachekit.demo.methods import NotApplicable
 from cachekit.demo.runner import Result, Sample
 from cachekit.engine.stats import format_bytes
 from cachekit.metrics import Summary, summarise
@@ -25,7 +26,7 @@ def render(results: Sequence[Result]) -> Table:
     caption = f"{count} prompt{'s' if count != 1 else ''}; computed of all steps, fidelity to uncached, bytes held"
     table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     table.add_column("method", no_wrap=True)
-    for name in ("computed", "seconds", "speed-up", "PSNR dB\n(worst)", "SSIM\n(worst)", "held"):
+    for name in ("computed", "seconds", "speed-up", "PSNR dB\n(worst)", "fewer\nsteps", "SSIM\n(worst)", "held"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = results[0]
     for result in results:
@@ -36,11 +37,29 @@ def render(results: Sequence[Result]) -> Table:
             computed_text(result),
             f"{result.seconds:.2f}",
             f"{reference.seconds / result.seconds:.2f}x",
-            "-" if is_reference else _psnr_text(summarise(sample.psnr for sample in result.samples)),
+            "-" if is_reference else _psnr_text(_psnr(result)),
+            "-" if result.control is None else _psnr_text(_psnr(result.control)),
             "-" if is_reference else _ssim_text(summarise(sample.ssim for sample in result.samples)),
             "-" if method.config is None else format_bytes(result.peak_bytes),
         )
     return table
+
+
+def remarks(results: Sequence[Result], not_applicable: Sequence[NotApplicable]) -> list[str]:
+    """One line each: what calibration took, what the controls stand for, and strategies that are not in the table."""
+    lines = [f"{result.method.name}: {result.method.preparation}" for result in results if result.method.preparation]
+    costs = [
+        f"{result.method.name} {result.compute:.1f} ({result.control.method.steps})"
+        for result in results
+        if result.compute is not None and result.control is not None
+    ]
+    if costs:
+        lines.append(f"operations, in uncached steps (fewer steps to compare with): {', '.join(costs)}")
+    return [*lines, *(f"not applicable: {item.name}: {item.reason}" for item in not_applicable)]
+
+
+def _psnr(result: Result) -> Summary:
+    return summarise(sample.psnr for sample in result.samples)
 
 
 def computed_text(result: Result) -> str:
@@ -53,7 +72,7 @@ def computed_text(result: Result) -> str:
     return "\n".join(f"{name} {mean:.3g}/{calls}" for name, mean in zip(branches, means, strict=True))
 
 
-def to_dict(results: Sequence[Result], **settings: Any) -> dict[str, Any]:
+def to_dict(results: Sequence[Result], not_applicable: Sequence[NotApplicable] = (), **settings: Any) -> dict[str, Any]:
     """Everything but the pictures, as JSON-ready values. A PSNR of null stands for identical pictures."""
     reference = results[0]
     versions = {"cachekit": cachekit.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__}
@@ -63,6 +82,7 @@ def to_dict(results: Sequence[Result], **settings: Any) -> dict[str, Any]:
         "versions": versions,
         "machine": machine,
         "methods": [_method_dict(result, reference) for result in results],
+        "not_applicable": [{"name": item.name, "reason": item.reason} for item in not_applicable],
     }
 
 
@@ -73,7 +93,10 @@ def _method_dict(result: Result, reference: Result) -> dict[str, Any]:
         "steps": result.method.steps,
         "seconds": result.seconds,
         "speed_up": reference.seconds / result.seconds,
-        "psnr": _summary_dict(summarise(sample.psnr for sample in result.samples)),
+        "preparation": result.method.preparation,
+        "compute": result.compute,
+        "control_steps": None if result.control is None else result.control.method.steps,
+        "psnr": _summary_dict(_psnr(result)),
         "ssim": _summary_dict(summarise(sample.ssim for sample in result.samples)),
         "peak_bytes": result.peak_bytes,
         "samples": [_sample_dict(sample) for sample in result.samples],
