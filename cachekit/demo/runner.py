@@ -53,7 +53,7 @@ class Result:
 
     Attributes:
         compute: uncached steps that cost as many operations as the method on the first prompt.
-        control: the uncached run with about that many steps; None for one that is uncached itself.
+        control: the uncached run with about that many steps; None for one that is uncached, or that skips too little.
     """
 
     method: Method
@@ -135,14 +135,17 @@ class Demo:
         return found
 
     def _controls(self, results: Sequence[Result]) -> list[Result]:
-        """Uncached runs with about as much to compute, the shortest first; methods that cost the same share one."""
+        """Uncached runs with about as much to compute, the shortest first; methods that cost the same share one.
+
+        A method that skips too little for that has none.
+        """
         costs = [result.compute or 0.0 for result in results]
         if costs and not self.each_control:
             costs = [statistics.fmean(costs)] * len(costs)
-        counts = [min(self.steps, max(1, round(cost))) for cost in costs]
-        controls = {count: Result(fewer_steps(count)) for count in sorted(set(counts))}
+        counts = [max(1, round(cost)) for cost in costs]
+        controls = {count: Result(fewer_steps(count)) for count in sorted(set(counts)) if count < self.steps}
         for result, count in zip(results, counts, strict=True):
-            result.control = controls[count]
+            result.control = controls.get(count)
         return list(controls.values())
 
     def _measures_on(self, candidate: Candidate) -> int:

@@ -23,10 +23,13 @@ from cachekit.metrics import Summary, summarise
 def render(results: Sequence[Result]) -> Table:
     """One row a method; the first result is the uncached reference."""
     count = len(results[0].samples)
-    caption = f"{count} prompt{'s' if count != 1 else ''}; computed of all steps, fidelity to uncached, bytes held"
+    caption = (
+        f"{count} prompt{'s' if count != 1 else ''}; computed of all steps, fidelity to uncached beside that of fewer\n"
+        "steps of the same cost, bytes held"
+    )
     table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     table.add_column("method", no_wrap=True)
-    for name in ("computed", "seconds", "speed-up", "PSNR dB\n(worst)", "fewer\nsteps", "SSIM\n(worst)", "held"):
+    for name in ("computed", "seconds\nspeed-up", "PSNR dB\n(worst)", "fewer\nsteps", "SSIM\n(worst)", "held"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = results[0]
     for result in results:
@@ -35,8 +38,9 @@ def render(results: Sequence[Result]) -> Table:
         table.add_row(
             method.name if not method.settings else f"{method.name}\n[dim]{method.settings}[/dim]",
             computed_text(result),
-            f"{result.seconds:.2f}",
-            f"{reference.seconds / result.seconds:.2f}x",
+            f"{result.seconds:.2f}"
+            if is_reference
+            else f"{result.seconds:.2f}\n{reference.seconds / result.seconds:.2f}x",
             "-" if is_reference else _psnr_text(_psnr(result)),
             "-" if result.control is None else _psnr_text(_psnr(result.control)),
             "-" if is_reference else _ssim_text(summarise(sample.ssim for sample in result.samples)),
@@ -48,13 +52,9 @@ def render(results: Sequence[Result]) -> Table:
 def remarks(results: Sequence[Result], not_applicable: Sequence[NotApplicable]) -> list[str]:
     """One line each: what calibration took, what the controls stand for, and strategies that are not in the table."""
     lines = [f"{result.method.name}: {result.method.preparation}" for result in results if result.method.preparation]
-    costs = [
-        f"{result.method.name} {result.compute:.1f} ({result.control.method.steps})"
-        for result in results
-        if result.compute is not None and result.control is not None
-    ]
+    costs = [f"{result.method.name} {result.compute:.1f}" for result in results if result.compute is not None]
     if costs:
-        lines.append(f"operations, in uncached steps (fewer steps to compare with): {', '.join(costs)}")
+        lines.append(f"operations on the first prompt, in uncached steps, which fewer steps match: {', '.join(costs)}")
     return [*lines, *(f"not applicable: {item.name}: {item.reason}" for item in not_applicable)]
 
 
@@ -125,7 +125,7 @@ def _finite(value: float) -> float | None:
 
 def _psnr_text(summary: Summary) -> str:
     if summary.identical == summary.count:
-        return "identical"
+        return "equal"
     text = f"{summary.mean:.1f}\n({summary.worst:.1f})"
     return text if not summary.identical else f"{text}\n{summary.identical} equal"
 
