@@ -25,6 +25,9 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, auto, cuda, cuda:N or mps.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for grid.png and results.json.")] = Path("cachekit-demo"),
     model: Annotated[str, typer.Option(help="Embedded pipeline to draw with.")] = "emoji-flux",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every strategy, each beside a run with fewer steps of the same cost.")
+    ] = False,
 ) -> None:
     """Draw with an embedded pipeline, uncached and cached, and compare time and fidelity."""
     from cachekit import demo as parts
@@ -42,20 +45,22 @@ def demo(
         raise UserError(f"cannot write to {out}: {error.strerror or error}") from None
     console, log = Console(), Console(stderr=True)
     pipe = load_embedded(model, place)
-    run = parts.demo(pipe, texts, known, steps, seed)
+    run = parts.demo(pipe, texts, known, steps, seed, every=every)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results = _with_bar(run, log)
-    settings = {"model": model, "prompts": texts, "steps": steps, "seed": seed, "device": place}
+    settings = {"model": model, "prompts": texts, "steps": steps, "seed": seed, "device": place, "all": every}
     picture = io.BytesIO()
     parts.draw_grid(results).save(picture, format="PNG")
-    document = json.dumps(parts.to_dict(results, **settings), indent=2, allow_nan=False)
+    document = json.dumps(parts.to_dict(results, run.not_applicable, **settings), indent=2, allow_nan=False)
     try:
         grid = write(out / "grid.png", picture.getvalue())
         figures = write(out / "results.json", f"{document}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror or error}") from None
     console.print(parts.render(results))
+    for line in parts.remarks(results, run.not_applicable):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for text in dict.fromkeys(str(item.message) for item in caught if is_ours(item.category)):
         log.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
     for path in (grid, figures):
@@ -76,4 +81,6 @@ def _with_bar(run: Any, log: Console) -> Any:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=log, transient=True) as progress:
         task = progress.add_task("starting", total=run.pictures)
-        return run.run(lambda text, drawn: progress.update(task, description=text[:40], advance=drawn))
+        return run.run(
+            lambda text, drawn: progress.update(task, description=text[:40], advance=drawn, total=run.pictures)
+        )

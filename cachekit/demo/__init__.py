@@ -2,8 +2,24 @@
 
 from cachekit.calibration.prompts import spread
 from cachekit.demo.grid import draw_grid
-from cachekit.demo.methods import Method
+from cachekit.demo.methods import EVERY, SHORT, Candidate, Method, NotApplicable
 from cachekit.demo.runner import SEEDS, Demo, Result, Sample, demo
-from cachekit.demo.table import render, to_dict
+from cachekit.demo.table import remarks, render, to_dict
 
-__all__ = ["SEEDS", "Demo", "Method", "Result", "Sample", "demo", "draw_grid", "render", "spread", "to_dict"]
+__all__ = [
+    "EVERY",
+    "SEEDS",
+    "SHORT",
+    "Candidate",
+    "Demo",
+    "Method",
+    "NotApplicable",
+    "Result",
+    "Sample",
+    "demo",
+    "draw_grid",
+    "remarks",
+    "render",
+    "spread",
+    "to_dict",
+]

@@ -53,7 +53,7 @@ def _label(result: Result, reference: Result) -> list[str]:
     lines.append(f"{result.seconds:.2f} s, {reference.seconds / result.seconds:.2f}x")
     if result is not reference:
         summary = summarise(sample.psnr for sample in result.samples)
-        lines.append("identical" if summary.identical == summary.count else f"PSNR {summary.mean:.1f} dB")
+        lines.append("equal" if summary.identical == summary.count else f"PSNR {summary.mean:.1f} dB")
     return lines
 
 

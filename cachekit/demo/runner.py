@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 
 import cachekit
 from cachekit.calibration.prompts import spread
-from cachekit.demo.methods import GUIDANCE, Method, cache_methods, fewer_steps, uncached
+from cachekit.demo.compute import StepCost, flops
+from cachekit.demo.drawing import caching, draw
+from cachekit.demo.methods import EVERY, SHORT, Candidate, Method, NotApplicable, fewer_steps, prepared, uncached
 from cachekit.metrics import psnr, ssim
 
-CALIBRATION_PROMPTS = 2
 SEEDS = 2**32
 
 Advance = Callable[[str, int], None]
@@ -46,18 +46,20 @@ class Sample:
     psnr: float = float("inf")
     ssim: float = 1.0
 
-    @property
-    def share(self) -> float:
-        """Part of the denoiser calls that was computed."""
-        return statistics.fmean(self.computed.values()) / self.calls
-
 
 @dataclass
 class Result:
-    """All pictures of one method, in the order of the prompts."""
+    """All pictures of one method, in the order of the prompts.
+
+    Attributes:
+        compute: uncached steps that cost as many operations as the method on the first prompt.
+        control: the uncached run with about that many steps; None for one that is uncached, or that skips too little.
+    """
 
     method: Method
     samples: list[Sample] = field(default_factory=list)
+    compute: float | None = None
+    control: Result | None = None
 
     @property
     def seconds(self) -> float:
@@ -75,8 +77,11 @@ class Demo:
 
     Attributes:
         prompts: texts, one column each.
-        calibration: texts on which MagCache is calibrated.
+        calibration: texts to calibrate on.
         seed: picture i starts from the noise of seed + i.
+        candidates: the strategies.
+        each_control: give every method a control of its own; else they share one, of their mean cost.
+        not_applicable: the strategies that bring nothing on this pipeline, known after `run`.
     """
 
     pipe: Any
@@ -84,73 +89,98 @@ class Demo:
     calibration: Sequence[str]
     steps: int
     seed: int
+    candidates: Sequence[Candidate] = SHORT
+    each_control: bool = False
+    not_applicable: list[NotApplicable] = field(default_factory=list)
+    _rows: int | None = None
 
     @property
     def pictures(self) -> int:
-        """Number of pipeline calls, for a progress bar: warm-up, calibration, and five methods."""
-        return 1 + len(self.calibration) + 5 * len(self.prompts)
+        """Number of pipeline calls, for a progress bar; an estimate until the strategies are prepared."""
+        count = len(self.candidates)
+        rows = self._rows or 1 + count + (count if self.each_control else 1)
+        return 1 + sum(map(self._measures_on, self.candidates)) + count + rows * len(self.prompts)
 
     def run(self, advance: Advance) -> list[Result]:
-        """Draw everything; the methods take turns, so that a change of the machine's speed meets all of them.
-
-        The control gets as many steps as the caches computed on average for the first prompt.
-        """
+        """Draw everything; the methods take turns, so that a change of the machine's speed meets all of them."""
+        self.not_applicable.clear()
         advance("warm-up", 0)
-        _draw(self.pipe, self.prompts[0], min(self.steps, 2), self.seed)
-        advance("calibrating MagCache", 1)
-        caches = cache_methods(self.pipe, self.calibration, self.steps, self.seed)
-        advance("drawing", len(self.calibration))
-        results = [Result(method) for method in (uncached(self.steps), *caches)]
+        cost = StepCost.of(self.pipe, self.prompts[0], self.seed)
+        advance("warm-up", 1)
+        results = [Result(uncached(self.steps)), *self._cached(cost, advance)]
+        results += self._controls(results[1:])
+        self._rows = len(results)
         for index, prompt in enumerate(self.prompts):
             for result in results:
                 advance(f"{prompt}: {result.method.name}", 0)
                 reference = None if result is results[0] else results[0].samples[index]
                 result.samples.append(self._sample(prompt, index, result.method, reference))
                 advance(f"{prompt}: {result.method.name}", 1)
-            if not index:
-                share = statistics.fmean(result.samples[0].share for result in results[1:])
-                control = Result(fewer_steps(max(1, round(share * self.steps))))
-                control.samples.append(self._sample(prompt, index, control.method, results[0].samples[index]))
-                advance(f"{prompt}: {control.method.name}", 1)
-                results.append(control)
         return results
+
+    def _cached(self, cost: StepCost, advance: Advance) -> list[Result]:
+        """The strategies that bring something, and what they cost on the first prompt."""
+        found = []
+        for candidate in self.candidates:
+            prompts = spread(self.calibration, max(1, candidate.prompts))
+            advance(f"{'calibrating' if candidate.prompts else 'preparing'} {candidate.name}", 0)
+            method = prepared(candidate, self.pipe, prompts, self.steps, self.seed)
+            advance(f"counting {candidate.name}", self._measures_on(candidate))
+            if isinstance(method, NotApplicable):
+                self.not_applicable.append(method)
+            else:
+                count = flops(self.pipe, self.prompts[0], self.steps, self.seed, method.config)
+                found.append(Result(method, compute=cost.steps(count)))
+            advance(f"counting {candidate.name}", 1)
+        return found
+
+    def _controls(self, results: Sequence[Result]) -> list[Result]:
+        """Uncached runs with about as much to compute, the shortest first; methods that cost the same share one.
+
+        A method that skips too little for that has none.
+        """
+        costs = [result.compute or 0.0 for result in results]
+        if costs and not self.each_control:
+            costs = [statistics.fmean(costs)] * len(costs)
+        counts = [max(1, round(cost)) for cost in costs]
+        controls = {count: Result(fewer_steps(count)) for count in sorted(set(counts)) if count < self.steps}
+        for result, count in zip(results, counts, strict=True):
+            result.control = controls.get(count)
+        return list(controls.values())
+
+    def _measures_on(self, candidate: Candidate) -> int:
+        return min(candidate.prompts, len(self.calibration))
 
     def _sample(self, prompt: str, index: int, method: Method, reference: Sample | None) -> Sample:
         seed = (self.seed + index) % SEEDS
-        with _cache(self.pipe, method):
+        with caching(self.pipe, method.config):
             started = time.perf_counter()
-            image = _draw(self.pipe, prompt, method.steps, seed)
+            image = draw(self.pipe, prompt, method.steps, seed)
             seconds = time.perf_counter() - started
             stats = cachekit.stats(self.pipe)
         run = stats.last
         computed, calls = {"": method.steps}, method.steps
         if run is not None:
             computed = {branch: len(run.computed_steps(branch)) for branch in run.branches}
-            calls = max(len(run.of(branch)) for branch in run.branches)
+            calls = max(len({decision.call for decision in run.of(branch)}) for branch in run.branches)
         if reference is None:
             return Sample(prompt, image, seconds, computed, calls)
         fidelity = psnr(reference.image, image), ssim(reference.image, image)
         return Sample(prompt, image, seconds, computed, calls, stats.peak_bytes, *fidelity)
 
 
-def demo(pipe: Any, prompts: Sequence[str], known: Sequence[str], steps: int, seed: int) -> Demo:
-    """A demo that calibrates on `known` prompts that are not drawn."""
+def demo(
+    pipe: Any, prompts: Sequence[str], known: Sequence[str], steps: int, seed: int, *, every: bool = False
+) -> Demo:
+    """A demo that calibrates on `known` prompts that are not drawn.
+
+    Args:
+        pipe: the pipeline, without a cache.
+        prompts: texts to draw.
+        known: texts that the pipeline knows.
+        steps: number of steps.
+        seed: of the noise of the first picture.
+        every: draw with every strategy and give each a control of its own.
+    """
     held_out = [prompt for prompt in known if prompt not in prompts] or list(known)
-    return Demo(pipe, prompts, spread(held_out, CALIBRATION_PROMPTS), steps, seed)
-
-
-@contextlib.contextmanager
-def _cache(pipe: Any, method: Method) -> Iterator[None]:
-    if method.config is None:
-        yield
-        return
-    with cachekit.cached(pipe, method.config, progress=False):
-        yield
-
-
-def _draw(pipe: Any, prompt: str, steps: int, seed: int) -> torch.Tensor:
-    """One picture, (3, H, W) on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    output = pipe(prompt, num_inference_steps=steps, generator=generator, output_type="pt", **GUIDANCE)
-    image: torch.Tensor = output.images[0].float().cpu()
-    return image
+    return Demo(pipe, prompts, held_out, steps, seed, EVERY if every else SHORT, each_control=every)

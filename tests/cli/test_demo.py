@@ -13,11 +13,14 @@ from PIL import Image
 
 import cachekit
 from cachekit import zoo
-from cachekit.demo import Method, Result, Sample, demo, render, spread, to_dict
+from cachekit.demo import EVERY, Method, NotApplicable, Result, Sample, demo, remarks, render, spread, to_dict
+from cachekit.demo.compute import StepCost, flops
+from cachekit.strategies import strategy_named, strategy_names
 
 from .support import KNOWN, invoke, refused, use_tiny_pipeline
 
 METHODS = ["uncached", "FirstBlock", "MagCache", "TaylorSeer", "fewer steps"]
+APPLICABLE = ["FirstBlock", "MagCache", "TaylorSeer", "SeaCache", "Schedule", "PAB", "FasterCache"]
 
 
 @pytest.fixture
@@ -67,18 +70,75 @@ def test_figures_say_what_was_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_all_draws_every_strategy_beside_a_control_of_its_cost(tmp_path: Path) -> None:
+    document = draw(tmp_path, "--all", "--prompts", "fox", "--steps", "8")
+    names = [row["name"] for row in document["methods"]]
+    controls = [row for row in document["methods"] if row["name"] == "fewer steps"]
+    assert names == ["uncached", *APPLICABLE, *["fewer steps"] * len(controls)]
+    assert {item["name"]: item["reason"].split(";")[0] for item in document["not_applicable"]} == {
+        "DeepCache": "FluxTransformer2DModel is no UNet with down_blocks and up_blocks of equal number, so it has no "
+        "deep part",
+        "TextKV": document["not_applicable"][1]["reason"].split(";")[0],
+    }
+    assert "nothing constant here" in document["not_applicable"][1]["reason"]
+    taken = sorted({row["control_steps"] for row in document["methods"] if row["control_steps"]})
+    assert [row["steps"] for row in controls] == taken
+    assert len(taken) > 1
+    for row in document["methods"]:
+        if row["name"] in APPLICABLE:
+            assert row["control_steps"] in (None, round(row["compute"]))
+            assert (row["control_steps"] is None) == (round(row["compute"]) == 8)
+            assert row["preparation"].startswith("calibrated on") == (row["name"] in ("MagCache", "Schedule"))
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert (grid.height - 34) // 134 == len(names)
+
+
+def test_all_means_every_strategy_that_ships() -> None:
+    ours = [name for name in strategy_names() if strategy_named(name).build.__module__.startswith("cachekit.")]
+    assert sorted(candidate.strategy for candidate in EVERY) == ours
+
+
+@pytest.mark.usefixtures("tiny")
+def test_cost_is_counted_in_uncached_steps() -> None:
+    pipe = zoo.load("emoji-flux", device="cpu")
+    cost = StepCost.of(pipe, "fox", 0)
+    assert cost.steps(flops(pipe, "fox", 7, 0)) == 7
+    schedule = cachekit.ScheduleCacheConfig((0, 2, 4))
+    assert cost.steps(flops(pipe, "fox", 7, 0, schedule)) == 3  # a predicted denoiser multiplies nothing
+    blocks = cachekit.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1)
+    assert 4 < cost.steps(flops(pipe, "fox", 7, 0, blocks)) < 5  # what stands around the blocks runs in every step
+    assert not cachekit.is_cache_enabled(pipe)
+
+
+def test_remarks_name_what_was_measured_and_what_is_missing() -> None:
+    sample = Sample("fox", torch.zeros(3, 16, 16), 1.0, {"": 2}, 4)
+    control = Result(Method("fewer steps", "control, 2 steps", 2), [sample])
+    method = Method("MagCache", "", 4, cachekit.FirstBlockCacheConfig(), "calibrated on 2 prompts in 3 s")
+    results = [Result(method, [sample], 2.25, control), control]
+    assert remarks(results, [NotApplicable("DeepCache", "no UNet")]) == [
+        "MagCache: calibrated on 2 prompts in 3 s",
+        "operations on the first prompt, in uncached steps, which fewer steps match: MagCache 2.2",
+        "not applicable: DeepCache: no UNet",
+    ]
+    assert remarks([control], []) == []
+
+
+@pytest.mark.usefixtures("tiny")
 def test_one_step_leaves_nothing_to_skip(tmp_path: Path) -> None:
-    document = draw(tmp_path, "--prompts", "fox", "--steps", "1")
-    assert [row["psnr"]["identical"] for row in document["methods"]] == [1] * 5
+    assert invoke("demo", "--out", str(tmp_path), "--prompts", "fox", "--steps", "1").exit_code == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert [row["name"] for row in rows] == METHODS[:-1], "no control can have fewer steps"
+    assert [row["psnr"]["identical"] for row in rows] == [1] * 4
 
 
 @pytest.mark.usefixtures("tiny")
 def test_pipeline_is_left_without_a_cache() -> None:
     pipe = zoo.load("emoji-flux", device="cpu")
-    drawn = []
-    results = demo(pipe, ["fox"], KNOWN, steps=4, seed=0).run(lambda text, count: drawn.append(count))
+    drawn: list[int] = []
+    run = demo(pipe, ["fox"], KNOWN, steps=4, seed=0)
+    results = run.run(lambda text, count: drawn.append(count))
     assert not cachekit.is_cache_enabled(pipe)
-    assert sum(drawn) == 1 + 2 + 5
+    assert sum(drawn) == run.pictures == 1 + 2 + 3 + 5
     again = demo(pipe, ["fox"], KNOWN, steps=4, seed=0).run(lambda text, count: None)
     for first, second in zip(results, again, strict=True):
         assert torch.equal(first.samples[0].image, second.samples[0].image)
@@ -148,5 +208,5 @@ def test_missing_or_unknown_command_is_one_line(arguments: list[str]) -> None:
 def test_help_is_no_error() -> None:
     result = invoke("demo", "--help")
     assert result.exit_code == 0
-    for option in ("--prompts", "--steps", "--seed", "--device", "--out"):
+    for option in ("--prompts", "--steps", "--seed", "--device", "--out", "--all"):
         assert option in result.stdout

@@ -22,6 +22,8 @@ from cachekit.engine.rules import GuidanceSpec, ModulesSpec
 from .cases import Case, run
 
 STEPS = 10
+NOTHING_CONSTANT = "nothing constant here"
+"""What the statistics say where an exact strategy finds nothing that it could keep."""
 Config = ck.CacheConfig | Callable[[nn.Module], ck.CacheConfig]
 
 
@@ -205,7 +207,7 @@ def skips_and_repeats(subject: Subject, settings: Settings) -> tuple[int, int]:
 
 def _says_so(stats: ck.Stats) -> bool:
     """True where the statistics say that the model has nothing of what an exact strategy looks for."""
-    return any("nothing constant here" in note for note in stats.last.notes)
+    return any(NOTHING_CONSTANT in note for note in stats.last.notes)
 
 
 def _counting_run(subject: Subject, handle: ck.Handle) -> tuple[list[Tensor], ck.Stats]:
