@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cachekit.calibration.measure import Measured
 
@@ -55,7 +56,7 @@ def find_cliffs(curve: Sequence[Measured]) -> tuple[Cliff, ...]:
     """Cliffs of one axis of thresholds, measured at rising values."""
     return tuple(
         cliff
-        for careful, fast in zip(curve, curve[1:], strict=False)
+        for careful, fast in pairwise(curve)
         if fast.setting.value <= careful.setting.value * NEAR
         for cliff in [Cliff(careful, fast)]
         if cliff.loss >= LOSS_DB or cliff.jump >= JUMP
