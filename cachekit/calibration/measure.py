@@ -343,7 +343,7 @@ def _tensor(output: Any) -> torch.Tensor:
 
 
 def _is_picture(result: torch.Tensor) -> bool:
-    return result.ndim >= 3 and -_SLACK <= float(result.min()) and float(result.max()) <= 1 + _SLACK
+    return result.ndim >= 3 and float(result.min()) >= -_SLACK and float(result.max()) <= 1 + _SLACK
 
 
 def _tally(stats: Stats | None, reasons: dict[str, int]) -> None:

@@ -68,7 +68,7 @@ def split(
     ]
     if different:
         raise ProfileMismatchError(
-            f"the profile was calibrated with other arguments: {'; '.join(different)}. Pass the same, or calibrate again"
+            f"the profile was calibrated with other arguments: {'; '.join(different)}. Pass the same or calibrate"
         )
     if len(plain) != len(texts) or now.prompts != profile.identity.prompts:
         return Split((), texts, steps)
