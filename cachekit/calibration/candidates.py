@@ -64,15 +64,15 @@ def strategy_candidates(
         steps_like = tunable.kind == "steps"
         axis = whole(list(values), not steps_like, sources.steps / factor if steps_like else factor)
     seen: list[dict[str, Any]] = []
-    for variant in tunable.variants:
+    for words, variant in tunable.variants.items():
         extra = {name: value for name, value in variant.items() if name not in overrides}
         if extra in seen:
             continue
         seen.append(extra)
 
-        def setting(value: float, extra: dict[str, Any] = extra) -> Setting:
+        def setting(value: float, words: str = words, extra: dict[str, Any] = extra) -> Setting:
             fields = {**tunable.fields(value, sources), **extra, **overrides}
-            label = ", ".join([f"{tunable.field}={value:g}", *(f"{name}={extra[name]!r}" for name in extra)])
+            label = f"{tunable.field}={value:g}" + f", {words}" * bool(words)
             return Setting(strategy.name, value, label, steps, strategy.config_class(**fields))
 
         yield Candidate(strategy.name, axis, setting)

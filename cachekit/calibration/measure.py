@@ -196,6 +196,8 @@ class Bench:
         self.pipe, self.steps = pipe, steps
         self._prompts, self._seed, self._arguments = list(prompts), seed, dict(arguments)
         self._accepts = _accepted(pipe)
+        if self._accepts is not None and "prompt" not in self._accepts and any(isinstance(p, str) for p in prompts):
+            raise TypeError(f"{type(pipe).__name__} takes no prompt; pass dicts of what it takes instead of texts")
         self._reference = Setting("uncached", steps, "uncached", steps, None)
         self._call(0, min(steps, 2))
         with cached(pipe, _EVERYTHING, progress=False) as handle, counted(find_denoisers(pipe).values()) as work:
@@ -238,7 +240,8 @@ class Bench:
             base = self._timed(self._reference, index)[1] if retime else self._seconds[index]
             for which, setting in enumerate(settings):
                 result, seconds, stats = self._timed(setting, index)
-                calls, computed = (found[which][0],) * 2 if stats is None else (stats.calls, stats.computed)
+                calls = found[which][0]
+                computed = calls - (0 if stats is None else stats.reused)
                 _tally(stats, reasons[which])
                 fidelity = self._psnr(index, result)
                 drawn[which].append(Picture(fidelity, seconds, base / seconds, calls, computed))
@@ -269,9 +272,9 @@ class Bench:
         if stats is None:
             return work.calls, 0.0
         if not stats.reused or not self._flops:
-            return stats.calls, 0.0
-        full = work.flops / self._flops * self.calls
-        return stats.calls, max(full - stats.computed, 0.0) / stats.reused
+            return self.calls, 0.0
+        in_full_calls = work.flops / self._flops * self.calls
+        return self.calls, max(in_full_calls - (self.calls - stats.reused), 0.0) / stats.reused
 
     def _timed(self, setting: Setting, index: int) -> tuple[torch.Tensor, float, Stats | None]:
         with self._enabled(setting) as handle:
@@ -290,7 +293,7 @@ class Bench:
         told |= {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
         seed = (self._seed + index) % 2**32
         told["generator"] = torch.Generator().manual_seed(seed)
-        for name in ("output_type", "generator"):
+        for name in {"output_type", "generator"} - self._arguments.keys():
             if self._accepts is not None and name not in self._accepts:
                 del told[name]
         with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():

@@ -15,9 +15,10 @@ from cachekit.calibration.fileio import write_text
 from cachekit.calibration.measure import Bench, By, Measured, Prompt
 from cachekit.calibration.profile import Profile
 from cachekit.calibration.prompts import spread
+from cachekit.calibration.rows import Row, columns, row
 from cachekit.calibration.split import halves, split
 from cachekit.calibration.target import Target
-from cachekit.calibration.tune import Found, Row, about_run, explore
+from cachekit.calibration.tune import Found, about_run, explore
 from cachekit.calibration.verdict import Verdict, judge
 from cachekit.errors import CacheConflictError, CacheKitError
 from cachekit.strategies import CacheConfig, Sources, strategy_named, strategy_names
@@ -85,24 +86,30 @@ class Recommendation:
         """Write everything as JSON; returns the path."""
         return write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
-    def __str__(self) -> str:
-        lines = [f"{self.about['pipeline']} for {self.target}: {self.about['prompts']} held-back prompts"]
-        lines += [f"  {line}" for line in Row.table(self.rows())]
-        lines += [f"  {name}: {reason}" for name, reason in self.refused.items()]
-        if self.best is not None:
-            lines.append(f"  * {self.best.setting.config}")
-        lines.append(f"  {'caching is worth it' if self.worth_it else 'caching is not worth it'}")
-        return "\n".join([*lines, *(f"    {reason}" for reason in self.verdict.reasons), *self._noted()])
+    @property
+    def caption(self) -> str:
+        """For what, on what."""
+        return f"{self.about['pipeline']} for {self.target}; {self.about['prompts']} held-back prompts"
 
     def rows(self) -> list[Row]:
         """The settings that were compared as rows of text, the best one marked."""
         return [
-            Row.of(measured, "*" if measured is self.best else "", f"{measured.setting.name}: ")
+            row(measured, "*" if measured is self.best else "", f"{measured.setting.name}: ")
             for measured in self.compared
         ]
 
-    def _noted(self) -> list[str]:
-        return [f"  note: {note}" for note in self.notes]
+    def remarks(self) -> list[str]:
+        """What was not compared, the config found, the verdict, and notes."""
+        found = [] if self.best is None else [f"* {self.best.setting.config}"]
+        return [
+            *(f"{name}: {reason}" for name, reason in self.refused.items()),
+            *found,
+            f"caching is {'' if self.worth_it else 'not '}worth it: {'; '.join(self.verdict.reasons)}",
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.caption, *(columns(self.rows()) if self.compared else []), *self.remarks()])
 
 
 def recommend(

@@ -19,6 +19,7 @@ from cachekit.calibration.fileio import write_text
 from cachekit.calibration.measure import Bench, By, Measured, Prompt
 from cachekit.calibration.profile import Profile
 from cachekit.calibration.prompts import spread
+from cachekit.calibration.rows import Row, columns, row
 from cachekit.calibration.split import split
 from cachekit.calibration.target import Target
 from cachekit.strategies import CacheConfig, strategy_named
@@ -57,7 +58,7 @@ class TuneResult:
             ValueError: no setting reaches the target.
         """
         if self.best is None or self.best.setting.config is None:
-            raise ValueError(self._missed())
+            raise ValueError(self.missed)
         return self.best.setting.config
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,56 +78,32 @@ class TuneResult:
         """Write everything as JSON; returns the path."""
         return write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
-    def __str__(self) -> str:
-        title = f"{self.strategy} on {self.about['pipeline']} for {self.target}: {self.about['prompts']} prompts"
-        rows = [Row.of(measured, "*" if measured is self.best else "") for measured in self.curve]
-        lines = [title, *(f"  {line}" for line in Row.table(rows)), *(f"  {cliff}" for cliff in self.cliffs)]
-        result = f"  * {self.best.setting.config}" if self.best is not None else f"  {self._missed()}"
-        return "\n".join([*lines, result, *(f"  note: {note}" for note in self.notes)])
+    @property
+    def caption(self) -> str:
+        """What was tuned, for what, on what."""
+        return f"{self.strategy} on {self.about['pipeline']} for {self.target}; {self.about['prompts']} prompts"
 
-    def _missed(self) -> str:
+    def rows(self) -> list[Row]:
+        """The curve as rows of text, the setting found marked."""
+        return [row(measured, "*" if measured is self.best else "") for measured in self.curve]
+
+    def remarks(self) -> list[str]:
+        """Cliffs, the config found, and notes."""
+        found = [] if self.best is None else [f"* {self.best.setting.config}"]
+        return [*map(str, self.cliffs), *found, *(f"note: {note}" for note in self.notes)]
+
+    def __str__(self) -> str:
+        missed = [] if self.best is not None else [self.missed]
+        return "\n  ".join([self.caption, *columns(self.rows()), *self.remarks(), *missed])
+
+    @property
+    def missed(self) -> str:
+        """How near the target the settings come."""
         near = self.target.nearest(list(self.curve))
         return (
             f"no setting of {self.strategy} reaches {self.target}; the nearest is {near.setting.label} with "
             f"{near.speedup(self.target.by):.2f}x and {near.low:.1f} dB (5th percentile)"
         )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One setting as text."""
-
-    cells: tuple[str, ...]
-
-    TITLES = ("", "setting", "computed", "by work", "by time", "PSNR", "5 %", "worst")
-
-    @classmethod
-    def of(cls, measured: Measured, mark: str = "", name: str = "") -> Row:
-        """The figures of a setting."""
-        figures = (measured.mean, measured.low, measured.worst)
-        return cls(
-            (
-                mark,
-                f"{name}{measured.setting.label}",
-                f"{measured.computed:.3g}/{measured.calls:.3g}",
-                f"{measured.speedup():.2f}x",
-                f"{measured.speedup('time'):.2f}x",
-                *(f"{figure:.1f}" for figure in figures),
-            )
-        )
-
-    @classmethod
-    def table(cls, rows: Sequence[Row]) -> list[str]:
-        """Rows below their titles, in columns."""
-        cells = [cls.TITLES, *(row.cells for row in rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(cls.TITLES))]
-        return [
-            "  ".join(
-                text.ljust(width) if column < 2 else text.rjust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
 
 
 @dataclass(frozen=True)
@@ -225,6 +202,7 @@ def explore(
                 if value is not None and value not in curve:
                     curve[value] = bench.measure(candidate.setting(value))[0]
                     advance()
+    best = target.best([measured for curve in curves for measured in curve.values()])
     rising = [[curve[value] for value in sorted(curve)] for curve in curves]
     cliffs = [
         cliff

@@ -194,7 +194,7 @@ _ALL_LEVELS = {
     f"{part}_timestep_skip_range": (-1.0, 1001.0)
     for part in ("unconditional_batch", "spatial_attention", "temporal_attention")
 }
-_TUNABLE = Tunable("unconditional_batch_skip_range", "interval", low=2, variants=({}, _ALL_LEVELS))
+_TUNABLE = Tunable("unconditional_batch_skip_range", "interval", low=2, variants={"": {}, "all levels": _ALL_LEVELS})
 
 
 @strategy(

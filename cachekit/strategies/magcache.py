@@ -108,7 +108,7 @@ _TUNABLE = Tunable(
     low=0.002,
     high=8.0,
     start=0.06,
-    variants=({}, {"max_skip_steps": 8, "retention_ratio": 0.1}),
+    variants={"": {}, "long skips": {"max_skip_steps": 8, "retention_ratio": 0.1}},
     configure=_with_ratios,
 )
 

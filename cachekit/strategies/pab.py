@@ -96,7 +96,7 @@ _TUNABLE = Tunable(
     "block_skip_range",
     "interval",
     low=2,
-    variants=({}, {f"{kind}_attention_timestep_skip_range": (0.0, 1001.0) for kind in KINDS}),
+    variants={"": {}, "all levels": {f"{kind}_attention_timestep_skip_range": (-1.0, 1001.0) for kind in KINDS}},
     configure=_ranges,
 )
 

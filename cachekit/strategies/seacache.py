@@ -262,7 +262,12 @@ def _timestep(context: GateContext) -> float:
 
 
 _TUNABLE = Tunable(
-    "threshold", "threshold", low=0.002, high=16.0, start=0.25, variants=({}, {"max_consecutive_cached": 0})
+    "threshold",
+    "threshold",
+    low=0.002,
+    high=16.0,
+    start=0.25,
+    variants={"": {}, "no cap": {"max_consecutive_cached": 0}},
 )
 
 

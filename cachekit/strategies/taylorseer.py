@@ -79,7 +79,9 @@ def _examples() -> dict[str, CacheConfig]:
     return {"": TaylorSeerCacheConfig(), "attention": TaylorSeerCacheConfig(use_lite_mode=False)}
 
 
-_TUNABLE = Tunable("cache_interval", "interval", low=2, variants=({}, {"disable_cache_before_step": 1}))
+_TUNABLE = Tunable(
+    "cache_interval", "interval", low=2, variants={"": {}, "short warm-up": {"disable_cache_before_step": 1}}
+)
 
 
 @strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers, examples=_examples, tunable=_TUNABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,7 +41,8 @@ class Tunable:
         high: largest value; None takes the number of steps.
         start: where a search begins; None begins in the middle.
         choices: the values that there are, where not all from `low` to `high` can be had.
-        variants: other fields that go with the number; each is searched. Fields that the user sets are left out.
+        variants: in a few words -> other fields that go with the number; each is searched. Fields that the user sets are
+            left out.
         configure: makes the fields for a value; None sets `field`.
     """
 
@@ -50,7 +52,7 @@ class Tunable:
     high: float | None = None
     start: float | None = None
     choices: Callable[[Sources], Sequence[int]] | None = None
-    variants: tuple[Mapping[str, Any], ...] = ({},)
+    variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
     configure: Callable[[Any, Sources], Mapping[str, Any]] | None = None
 
     def fields(self, value: float, sources: Sources) -> dict[str, Any]:
