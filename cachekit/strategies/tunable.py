@@ -41,8 +41,8 @@ class Tunable:
         high: largest value; None takes the number of steps.
         start: where a search begins; None begins in the middle.
         choices: the values that there are, where not all from `low` to `high` can be had.
-        variants: in a few words -> other fields that go with the number; each is searched. Fields that the user sets are
-            left out.
+        variants: in a few words -> other fields that go with the number; each is searched. Fields that the user
+            sets are left out.
         configure: makes the fields for a value; None sets `field`.
     """
 
