@@ -266,8 +266,9 @@ class Bench:
 
     def _count(self, setting: Setting) -> tuple[int, float]:
         """Denoiser calls of the first prompt, and what a reused one costs."""
-        with self._enabled(setting) as handle, counted(find_denoisers(self.pipe).values()) as work:
-            self._call(0, setting.steps)
+        with self._enabled(setting) as handle:
+            with counted(find_denoisers(self.pipe).values()) as work:
+                self._call(0, setting.steps)
             stats = None if handle is None else handle.stats()
         if stats is None:
             return work.calls, 0.0

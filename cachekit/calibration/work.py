@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Work:
-    """What was counted.
+    """What was counted, once the block has ended.
 
     Attributes:
         calls: calls that reached a denoiser's own forward.
@@ -29,49 +29,52 @@ class Work:
 @contextmanager
 def counted(denoisers: Iterable[nn.Module]) -> Iterator[Work]:
     """Count inside the block. It slows the calls down, so that they should not be timed; results stay the same."""
-    work = Work()
+    work, counter = Work(), _Counter()
     handles: list[Any] = []
     try:
         for denoiser in denoisers:
-            counter = _Counter(work)
             handles.append(denoiser.register_forward_pre_hook(counter.begin))
             handles.append(denoiser.register_forward_hook(counter.end, always_call=True))
-        yield work
+        with counter:
+            yield work
     finally:
+        work.calls, work.flops = counter.calls, counter.flops
         for handle in handles:
             handle.remove()
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the operations between the beginning and the end of a denoiser call."""
+    """Adds up the operations between the beginning and the end of denoiser calls.
 
-    def __init__(self, work: Work) -> None:
+    It is entered before the first call and left after the last, not around each: what follows a call in a mode of its
+    own is stepped out of in the order of entering.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self._work = work
-        self._entered = 0
+        self.calls = self.flops = 0
+        self._inside = 0
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        self._work.calls += 1
-        self._entered += 1
-        if self._entered == 1:
-            self.__enter__()
+        self.calls += 1
+        self._inside += 1
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._entered -= 1
-        if not self._entered:
-            self.__exit__(None, None, None)
+        self._inside -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._inside or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
         formula = flop_registry.get(_FORMULA_OF.get(func._overloadpacket, func._overloadpacket))
         if formula is None:
             with self:
                 parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
+            return func(*args, **kwargs) if parts is NotImplemented else parts
         result = func(*args, **kwargs)
-        if formula is not None:
-            self._work.flops += int(formula(*args, **kwargs, out_val=result))
+        self.flops += int(formula(*args, **kwargs, out_val=result))
         return result
 
 
