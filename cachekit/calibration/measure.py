@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cachekit.api import cached, is_cache_enabled
+from cachekit.api import Handle, cached, is_cache_enabled
 from cachekit.calibration.prompts import require_pipeline
 from cachekit.calibration.work import counted
 from cachekit.engine.discovery import find_denoisers
@@ -184,7 +184,8 @@ class Bench:
             raise ValueError("prompts is empty; give some of the kind that will be drawn")
         if steps < 1:
             raise ValueError(f"num_inference_steps: a whole number of at least 1, got {steps!r}")
-        taken = sorted(set(_OURS) & set(arguments))
+        own = {name for prompt in prompts if isinstance(prompt, Mapping) for name in prompt} - {"prompt"}
+        taken = sorted(set(_OURS) & (own | set(arguments)))
         if taken:
             raise ValueError(f"{', '.join(taken)} cannot be passed on; prompts, steps and seed say it")
         if arguments.get("output_type") == "pil":
@@ -200,8 +201,10 @@ class Bench:
             raise TypeError(f"{type(pipe).__name__} takes no prompt; pass dicts of what it takes instead of texts")
         self._reference = Setting("uncached", steps, "uncached", steps, None)
         self._call(0, min(steps, 2))
-        with cached(pipe, _EVERYTHING, progress=False) as handle, counted(find_denoisers(pipe).values()) as work:
-            first = self._call(0, steps)
+        with self._enabled(Setting("uncached", steps, "uncached", steps, _EVERYTHING)) as handle:
+            assert handle is not None
+            with counted(find_denoisers(pipe).values()) as work:
+                first = self._call(0, steps)
             runs = [item.last for item in handle.stats().denoisers.values() if item.last is not None]
         if not work.calls:
             raise UnsupportedModelError("the pipeline called none of its denoisers, so there is nothing to save")
@@ -284,8 +287,16 @@ class Bench:
             seconds = time.perf_counter() - started
             return result, seconds, None if handle is None else handle.stats()
 
-    def _enabled(self, setting: Setting) -> AbstractContextManager[Any]:
-        return nullcontext() if setting.config is None else cached(self.pipe, setting.config, progress=False)
+    @contextmanager
+    def _enabled(self, setting: Setting) -> Iterator[Handle | None]:
+        """Cached or not; that a trial skips nothing is no warning to anybody."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)
+            if setting.config is None:
+                yield None
+                return
+            with cached(self.pipe, setting.config, progress=False) as handle:
+                yield handle
 
     def _call(self, index: int, steps: int) -> torch.Tensor:
         """What the pipeline gives for one prompt, float32 on the CPU."""
@@ -297,8 +308,7 @@ class Bench:
         for name in {"output_type", "generator"} - self._arguments.keys():
             if self._accepts is not None and name not in self._accepts:
                 del told[name]
-        with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
-            warnings.simplefilter("ignore", CacheWarning)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             return _tensor(self.pipe(**told))
 

@@ -183,6 +183,8 @@ def recommend(
                 raise
             except (CacheKitError, ValueError) as error:
                 refused[name] = f"refused: {error}"
+            except RuntimeError as error:
+                refused[name] = f"failed: {error}"
             bar.update(max(before + evaluations - bar.n, 0))
     for name, found in searched.items():
         if found.best is None:

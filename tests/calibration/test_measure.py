@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,7 @@ def test_counting_sees_matrix_products_convolutions_and_attention() -> None:
         ({"steps": 0}, ValueError, "num_inference_steps"),
         ({"generator": None}, ValueError, "generator cannot be passed on"),
         ({"output_type": "pil"}, ValueError, "8-bit"),
+        ({"prompts": [{"prompt": "a", "generator": 1}]}, ValueError, "generator cannot be passed on"),
     ],
     ids=str,
 )
@@ -141,6 +143,41 @@ def test_bad_input(bench: Bench, change: dict[str, Any], error: type[Exception],
     prompts, steps = change.pop("prompts", PROMPTS[:1]), change.pop("steps", 2)
     with pytest.raises(error, match=message):
         Bench(bench.pipe, prompts, steps, 0, change)
+
+
+def test_a_trial_that_skips_nothing_warns_nobody(bench: Bench) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ck.CacheWarning)
+        assert not measure(bench, ck.TaylorSeerCacheConfig(cache_interval=1)).skips
+        measure(bench, ck.TaylorSeerCacheConfig(cache_interval=2))
+
+
+def test_a_prompt_can_be_a_dict(bench: Bench) -> None:
+    _, arguments = tiny_flux()
+    other = Bench(bench.pipe, [{"prompt": PROMPTS[0]}], STEPS, 0, arguments)
+    assert torch.equal(other._uncached[0], bench._uncached[0])
+
+
+def test_a_pipeline_without_prompts(bench: Bench) -> None:
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    pipe = DDPMPipeline(unet.eval(), DDPMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    found = ck.tune(pipe, [{}], strategy="deepcache", speedup=1.3, num_inference_steps=4, evaluations=2, progress=False)
+    assert found.best is not None
+    assert found.about["compares"] == "pictures"
+    with pytest.raises(TypeError, match="takes no prompt; pass dicts"):
+        Bench(pipe, ["a cat"], 4, 0, {})
 
 
 def test_an_enabled_cache_is_refused(bench: Bench) -> None:
