@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ def explore(
     curves: list[dict[float, Measured]] = []
     left = evaluations
     for place, candidate in enumerate(candidates):
-        share = left // (len(candidates) - place)
+        share = math.ceil(left / (len(candidates) - place))
         curve = _search(bench, candidate, target, share, advance)
         curves.append(curve)
         left -= len(curve)

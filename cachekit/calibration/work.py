@@ -53,7 +53,7 @@ class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls = self.flops = 0
         self._inside = 0
 

@@ -73,13 +73,11 @@ def tune(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            known = () if profile is None else (ck.Profile.load(profile),)
+            given: tuple[Any, Any] = (texts, None) if profile is None else (ck.Profile.load(profile), texts)
             pipe = load_any(pipeline, place)
-            result: Any
-            if recommend:
-                result = ck.recommend(pipe, *known, texts, held_back=held_back, **settings, **arguments)
-            else:
-                result = ck.tune(pipe, *known, texts, strategy=strategy, fields=fields, **settings, **arguments)
+            call: Any = ck.recommend if recommend else ck.tune
+            settings |= {"held_back": held_back} if recommend else {"strategy": strategy, "fields": fields}
+            result = call(pipe, *given, **settings, **arguments)
             path = None if out is None else result.save(out)
         except (ValueError, TypeError, OSError, ck.CacheKitError) as error:
             raise UserError(str(error)) from None
