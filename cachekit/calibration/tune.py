@@ -138,7 +138,7 @@ def tune(
 
     Every setting that is tried draws the prompts and is compared with their uncached pictures. A search brackets the
     target and halves the bracket; where a strategy has variants (a shorter warm-up, a higher cap) each is searched.
-    Beside a threshold that was found two more are measured, so that a cliff next to it shows.
+    As far as evaluations are left, two more are measured beside a threshold that was found, so that a cliff shows.
 
     Args:
         pipe: a diffusers pipeline without an enabled cache; it is left as it was.
@@ -226,7 +226,7 @@ def _search(
             advance()
         return curve[value]
 
-    reserve = _PROBES if isinstance(candidate.axis, Threshold) and budget > 2 * _PROBES else 0
+    reserve = _PROBES if isinstance(candidate.axis, Threshold) and budget > 4 * _PROBES else 0
     bracket(
         candidate.axis,
         lambda value: target.too_fast(at(value)),
