@@ -1,7 +1,16 @@
 """Caches for diffusers pipelines: reuse work between denoising steps, on any denoiser, with figures."""
 
 from cachekit.api import Handle, cache_context, cached, disable_cache, enable_cache, free, is_cache_enabled, stats
-from cachekit.calibration import MagnitudeRatios, Profile, calibrate, calibrate_magnitudes
+from cachekit.calibration import (
+    MagnitudeRatios,
+    Profile,
+    Recommendation,
+    TuneResult,
+    calibrate,
+    calibrate_magnitudes,
+    recommend,
+    tune,
+)
 from cachekit.engine.metadata import TransformerBlockMetadata, TransformerBlockRegistry
 from cachekit.engine.stats import Stats
 from cachekit.errors import (
@@ -46,6 +55,7 @@ __all__ = [
     "Profile",
     "ProfileMismatchError",
     "PyramidAttentionBroadcastConfig",
+    "Recommendation",
     "ScheduleCacheConfig",
     "SeaCacheConfig",
     "Stats",
@@ -53,6 +63,7 @@ __all__ = [
     "TextKVCacheConfig",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
+    "TuneResult",
     "UnsupportedModelError",
     "__version__",
     "cache_context",
@@ -63,5 +74,7 @@ __all__ = [
     "enable_cache",
     "free",
     "is_cache_enabled",
+    "recommend",
     "stats",
+    "tune",
 ]

@@ -3,5 +3,17 @@
 from cachekit.calibration.calibrate import calibrate
 from cachekit.calibration.magnitudes import MagnitudeRatios, calibrate_magnitudes
 from cachekit.calibration.profile import FrontPoint, Profile
+from cachekit.calibration.recommend import Recommendation, recommend
+from cachekit.calibration.tune import TuneResult, tune
 
-__all__ = ["FrontPoint", "MagnitudeRatios", "Profile", "calibrate", "calibrate_magnitudes"]
+__all__ = [
+    "FrontPoint",
+    "MagnitudeRatios",
+    "Profile",
+    "Recommendation",
+    "TuneResult",
+    "calibrate",
+    "calibrate_magnitudes",
+    "recommend",
+    "tune",
+]

@@ -19,19 +19,7 @@ def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: 
     Raises:
         OSError: when the folder does not exist or cannot be written.
     """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {target}: the folder {target.parent} does not exist; make it first")
-    data = save(tensors, metadata)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return target
+    return _write(Path(path), save(tensors, metadata))
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -73,3 +61,27 @@ def header_of(path: str | Path, metadata: dict[str, str], form: str, version: in
     if header["version"] > version:
         raise ValueError(f"{path} was written by a newer cachekit (format {header['version']}); update cachekit")
     return header
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a text file in UTF-8.
+
+    Raises:
+        OSError: when the folder does not exist or cannot be written.
+    """
+    return _write(Path(path), text.encode())
+
+
+def _write(target: Path, data: bytes) -> Path:
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {target}: the folder {target.parent} does not exist; make it first")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from cachekit.cli.app import UserError, app
-from cachekit.cli.common import chosen_device, load_any, training_prompts
+from cachekit.cli.common import chosen_device, load_any, named_value, prompt_lines, training_prompts
 
 
 @app.command()
@@ -37,8 +36,8 @@ def calibrate(
     from cachekit.calibration import calibrate as run
 
     place = chosen_device(device)
-    texts = _lines(prompts) if prompts is not None else training_prompts(pipeline, 48)
-    counts, arguments = _numbers(budgets), dict(_argument(text) for text in arg or ())
+    texts = prompt_lines(prompts) if prompts is not None else training_prompts(pipeline, 48)
+    counts, arguments = _numbers(budgets), dict(named_value(text) for text in arg or ())
     if not out.parent.is_dir():
         raise UserError(f"cannot write to {out}: the folder {out.parent} does not exist")
     pipe = load_any(pipeline, place)
@@ -64,29 +63,8 @@ def calibrate(
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
-    texts = [text for text in texts if text]
-    if not texts:
-        raise UserError(f"{path} holds no prompt; write one per line")
-    return texts
-
-
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise UserError(f"--budgets takes whole numbers such as 7,9,12, got {text!r}") from None
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise UserError(f"--arg takes name=value, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

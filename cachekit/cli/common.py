@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,26 @@ def training_prompts(pipeline: str, count: int) -> list[str]:
         raise UserError("name a file with prompts of the kind that will be drawn: --prompts FILE")
     known = zoo.prompts(pipeline)
     return [known[i * len(known) // count] for i in range(min(count, len(known)))]
+
+
+def prompt_lines(path: Path) -> list[str]:
+    """The prompts of a text file, one per line."""
+    try:
+        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
+    texts = [text for text in texts if text]
+    if not texts:
+        raise UserError(f"{path} holds no prompt; write one per line")
+    return texts
+
+
+def named_value(text: str) -> tuple[str, Any]:
+    """`name=value` as a name and a JSON value; what is no JSON is a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--arg takes name=value, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

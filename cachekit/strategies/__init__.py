@@ -19,6 +19,7 @@ from cachekit.strategies.schedule import ScheduleCacheConfig
 from cachekit.strategies.seacache import SeaCacheConfig
 from cachekit.strategies.taylorseer import TaylorSeerCacheConfig
 from cachekit.strategies.text_kv import TextKVCacheConfig
+from cachekit.strategies.tunable import Sources, Tunable
 
 __all__ = [
     "FLUX_MAG_RATIOS",
@@ -30,9 +31,11 @@ __all__ = [
     "PyramidAttentionBroadcastConfig",
     "ScheduleCacheConfig",
     "SeaCacheConfig",
+    "Sources",
     "Strategy",
     "TaylorSeerCacheConfig",
     "TextKVCacheConfig",
+    "Tunable",
     "conflict",
     "find_strategy",
     "strategy",

@@ -18,6 +18,7 @@ from typing_extensions import dataclass_transform
 from cachekit.engine.history import Storage
 from cachekit.engine.rules import Rule
 from cachekit.errors import ConfigError
+from cachekit.strategies.tunable import Tunable
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
@@ -129,6 +130,7 @@ class Strategy:
         check: refuses a target that a config was not made for, before anything is changed.
         examples: makes configs that work without anything from the user, by what sets them apart ("" for the plain
             one); None where the defaults do.
+        tunable: the number that trades fidelity for speed; None where there is none.
     """
 
     name: str
@@ -138,6 +140,7 @@ class Strategy:
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     check: Callable[[Any, Any], None] | None = None
     examples: Callable[[], dict[str, CacheConfig]] | None = None
+    tunable: Tunable | None = None
 
     def example_configs(self) -> dict[str, CacheConfig]:
         """What sets it apart -> a config that works without anything from the user."""
@@ -154,11 +157,12 @@ def strategy(
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     check: Callable[[Any, Any], None] | None = None,
     examples: Callable[[], dict[str, CacheConfig]] | None = None,
+    tunable: Tunable | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register the decorated function `(config, denoiser) -> list[Rule]` as a strategy."""
 
     def register(build: Builder) -> Builder:
-        _strategies[name] = Strategy(name, config_class, build, lossless, translate, check, examples)
+        _strategies[name] = Strategy(name, config_class, build, lossless, translate, check, examples, tunable)
         return build
 
     return register

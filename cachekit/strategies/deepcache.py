@@ -21,6 +21,7 @@ from cachekit.errors import UnsupportedModelError
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import IntervalGate
 from cachekit.strategies.predictors import Reuse
+from cachekit.strategies.tunable import Tunable
 
 _POWER_STEP = 0.02
 
@@ -103,7 +104,10 @@ def centred_steps(steps: int, computed: int, centre: int, power: float) -> froze
         power = max(power - _POWER_STEP, 1.0)
 
 
-@strategy("deepcache", DeepCacheConfig)
+_TUNABLE = Tunable("cache_interval", "interval", low=2)
+
+
+@strategy("deepcache", DeepCacheConfig, tunable=_TUNABLE)
 def deepcache(config: DeepCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Fixed steps, last result of the deep part."""
     guards = Guards(warmup=config.disable_cache_before_step, stop=config.disable_cache_after_step)

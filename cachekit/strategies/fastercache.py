@@ -45,6 +45,7 @@ from cachekit.strategies.attention_ranges import (
 )
 from cachekit.strategies.base import config_class, strategy
 from cachekit.strategies.gates import WindowGate
+from cachekit.strategies.tunable import Tunable
 
 _RADIUS = 5
 
@@ -189,7 +190,19 @@ def _progress(now: View) -> float:
     return 0.5 if now.level is None else 1 - now.level / LEVELS
 
 
-@strategy("fastercache", FasterCacheConfig, translate=partial(unlisted, diffusers.FasterCacheConfig))
+_ALL_LEVELS = {
+    f"{part}_timestep_skip_range": (-1.0, 1001.0)
+    for part in ("unconditional_batch", "spatial_attention", "temporal_attention")
+}
+_TUNABLE = Tunable("unconditional_batch_skip_range", "interval", low=2, variants={"": {}, "all levels": _ALL_LEVELS})
+
+
+@strategy(
+    "fastercache",
+    FasterCacheConfig,
+    translate=partial(unlisted, diffusers.FasterCacheConfig),
+    tunable=_TUNABLE,
+)
 def fastercache(config: FasterCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Two kinds of rules: guidance (unless there is none to skip), and each type of attention.
 

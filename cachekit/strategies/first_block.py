@@ -13,6 +13,7 @@ from cachekit.engine.rules import Guards, Rule, StackSpec
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import DriftGate
 from cachekit.strategies.predictors import Reuse
+from cachekit.strategies.tunable import Tunable
 
 
 @config_class
@@ -30,7 +31,10 @@ class FirstBlockCacheConfig(CacheConfig):
     per_sample: bool = Field(default=False, kw_only=True)
 
 
-@strategy("first_block", FirstBlockCacheConfig)
+_TUNABLE = Tunable("threshold", "threshold", low=0.002, high=4.0, start=0.1)
+
+
+@strategy("first_block", FirstBlockCacheConfig, tunable=_TUNABLE)
 def first_block(config: FirstBlockCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Drift gate on the first block, last change of the other blocks."""
     return [

@@ -21,6 +21,7 @@ from cachekit.engine.stats import CALIBRATION_REASON
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import MagnitudeGate
 from cachekit.strategies.predictors import Reuse
+from cachekit.strategies.tunable import Sources, Tunable
 
 FLUX_MAG_RATIOS: tuple[float, ...] = (
     *(1.0, 1.21094, 1.11719, 1.07812, 1.0625, 1.03906, 1.03125, 1.03906, 1.02344, 1.03125, 1.02344, 0.98047, 1.01562),
@@ -97,7 +98,22 @@ def _examples() -> dict[str, CacheConfig]:
     return {"": MagCacheConfig(calibrate=True)}
 
 
-@strategy("magcache", MagCacheConfig, examples=_examples)
+def _with_ratios(threshold: float, sources: Sources) -> dict[str, Any]:
+    return {"threshold": threshold, "mag_ratios": sources.magnitudes(), "num_inference_steps": sources.steps}
+
+
+_TUNABLE = Tunable(
+    "threshold",
+    "threshold",
+    low=0.002,
+    high=8.0,
+    start=0.06,
+    variants={"": {}, "long skips": {"max_skip_steps": 8, "retention_ratio": 0.1}},
+    configure=_with_ratios,
+)
+
+
+@strategy("magcache", MagCacheConfig, examples=_examples, tunable=_TUNABLE)
 def magcache(config: MagCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Magnitude gate, last change of the block stack; or the calibration run."""
     if config.calibrate:

@@ -17,7 +17,7 @@ import diffusers
 from pydantic import model_validator
 from torch import nn
 
-from cachekit.engine.attention import KINDS
+from cachekit.engine.attention import KINDS, attention_kinds
 from cachekit.engine.rules import Guards, ModulesSpec, Rule
 from cachekit.strategies.attention_ranges import (
     AttentionConfig,
@@ -30,6 +30,7 @@ from cachekit.strategies.attention_ranges import (
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.gates import WindowGate
 from cachekit.strategies.predictors import Reuse
+from cachekit.strategies.tunable import Sources, Tunable
 
 
 @config_class
@@ -81,11 +82,31 @@ def _examples() -> dict[str, CacheConfig]:
     }
 
 
+_PACE = {"spatial": 1, "temporal": 2, "cross": 3}
+"""Skip ranges of the types relative to each other, as the paper has them (2, 4 and 6)."""
+
+
+def _ranges(interval: int, sources: Sources) -> dict[str, Any]:
+    found = [attention_kinds(denoiser) for denoiser in sources.denoisers.values()]
+    kinds = [kind for kind in KINDS if all(kind in known for known in found)]
+    return {f"{kind}_attention_block_skip_range": interval * _PACE[kind] for kind in kinds or KINDS[:1]}
+
+
+_TUNABLE = Tunable(
+    "block_skip_range",
+    "interval",
+    low=2,
+    variants={"": {}, "all levels": {f"{kind}_attention_timestep_skip_range": (-1.0, 1001.0) for kind in KINDS}},
+    configure=_ranges,
+)
+
+
 @strategy(
     "pab",
     PyramidAttentionBroadcastConfig,
     translate=partial(unlisted, diffusers.PyramidAttentionBroadcastConfig),
     examples=_examples,
+    tunable=_TUNABLE,
 )
 def pab(config: PyramidAttentionBroadcastConfig, denoiser: nn.Module) -> list[Rule]:
     """One rule for each type of attention: fixed interval inside the window, last output."""

@@ -20,6 +20,7 @@ from cachekit.engine.clock import View
 from cachekit.engine.rules import DenoiserSpec, GateContext, Guards, Rule, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
+from cachekit.strategies.tunable import Sources, Tunable
 
 
 @runtime_checkable
@@ -193,7 +194,27 @@ def _examples() -> dict[str, CacheConfig]:
     return {"": ScheduleCacheConfig((0,))}
 
 
-@strategy("schedule", ScheduleCacheConfig, check=_made_for, examples=_examples)
+def _listed(count: int, sources: Sources) -> dict[str, Any]:
+    """The schedule of a profile, or evenly spread steps and an extrapolation where there is none."""
+    if sources.profile is None:
+        last = sources.steps - 1
+        spread = {round(i * last / max(count - 1, 1)) for i in range(count)}
+        return {"computed_steps": tuple(sorted(spread)), "num_inference_steps": sources.steps}
+    chosen = ScheduleCacheConfig.from_profile(sources.profile, computed_steps=count)
+    return {name: getattr(chosen, name) for name in _FROM_PROFILE}
+
+
+def _counts(sources: Sources) -> Sequence[int]:
+    if sources.profile is None:
+        return range(1, sources.steps)
+    return [len(point.computed_steps) for point in sources.profile.front]
+
+
+_FROM_PROFILE = ("computed_steps", "num_inference_steps", "coefficients", "depth", "profile")
+_TUNABLE = Tunable("computed_steps", "steps", low=1, choices=_counts, configure=_listed)
+
+
+@strategy("schedule", ScheduleCacheConfig, check=_made_for, examples=_examples, tunable=_TUNABLE)
 def schedule(config: ScheduleCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Listed steps, calibrated combination or Taylor, the whole denoiser."""
     gate = ListedGate(

@@ -24,6 +24,7 @@ from cachekit.engine.noise import TimeScale
 from cachekit.engine.rules import GateContext, Guards, Measure, Rule, StackSpec, Verdict
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
+from cachekit.strategies.tunable import Tunable
 
 
 def _callback(value: Any) -> Any:
@@ -260,7 +261,17 @@ def _timestep(context: GateContext) -> float:
     return context.now.timestep
 
 
-@strategy("seacache", SeaCacheConfig)
+_TUNABLE = Tunable(
+    "threshold",
+    "threshold",
+    low=0.002,
+    high=16.0,
+    start=0.25,
+    variants={"": {}, "no cap": {"max_consecutive_cached": 0}},
+)
+
+
+@strategy("seacache", SeaCacheConfig, tunable=_TUNABLE)
 def seacache(config: SeaCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Spectral gate, change of the block stack reused or extrapolated."""
     core = unwrap(denoiser)

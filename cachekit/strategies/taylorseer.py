@@ -19,6 +19,7 @@ from cachekit.strategies.base import CacheConfig, checked_patterns, config_class
 from cachekit.strategies.gates import IntervalGate
 from cachekit.strategies.predictors import Taylor
 from cachekit.strategies.sites import attention_site, named_site
+from cachekit.strategies.tunable import Tunable
 
 
 def _patterns(value: Any) -> Any:
@@ -78,7 +79,12 @@ def _examples() -> dict[str, CacheConfig]:
     return {"": TaylorSeerCacheConfig(), "attention": TaylorSeerCacheConfig(use_lite_mode=False)}
 
 
-@strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers, examples=_examples)
+_TUNABLE = Tunable(
+    "cache_interval", "interval", low=2, variants={"": {}, "short warm-up": {"disable_cache_before_step": 1}}
+)
+
+
+@strategy("taylorseer", TaylorSeerCacheConfig, translate=_from_diffusers, examples=_examples, tunable=_TUNABLE)
 def taylorseer(config: TaylorSeerCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Fixed interval after the warm-up, divided differences."""
     warmup = config.disable_cache_before_step
