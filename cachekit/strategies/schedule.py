@@ -18,6 +18,7 @@ from torch import nn
 
 from cachekit.engine.clock import View
 from cachekit.engine.rules import DenoiserSpec, GateContext, Guards, Rule, Verdict
+from cachekit.errors import warn
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
 
@@ -139,6 +140,7 @@ class ScheduleCacheConfig(CacheConfig):
         speedup: float | None = None,
         computed_steps: int | None = None,
         min_psnr: float | None = None,
+        num_inference_steps: int | None = None,
         check: bool = True,
         **fields: Any,
     ) -> ScheduleCacheConfig:
@@ -149,12 +151,28 @@ class ScheduleCacheConfig(CacheConfig):
             speedup: denoiser calls uncached / computed; the number of computed calls is rounded up.
             computed_steps: number of computed steps.
             min_psnr: dB to the uncached picture that 95 % of the held-back prompts reach.
+            num_inference_steps: steps of the runs, as the pipeline counts them; None for those of the profile. Other
+                numbers are served by an estimate (see `Profile.resampled`), with a warning.
             check: refuse pipelines that the profile was not made for.
             **fields: further fields of the config.
 
         Raises:
-            ValueError: a budget that the profile has no schedule for.
+            ValueError: a budget that the profile has no schedule for, or a number of steps that it cannot serve.
         """
+        if num_inference_steps is not None and num_inference_steps != profile.num_inference_steps:
+            if min_psnr is not None:
+                raise ValueError(
+                    f"min_psnr was measured at {profile.num_inference_steps} steps and says nothing about "
+                    f"{num_inference_steps}; give speedup or computed_steps, or calibrate at that number"
+                )
+            before, profile = (
+                profile,
+                profile.resampled(num_inference_steps, speedup=speedup, computed_steps=computed_steps),
+            )
+            warn(
+                f"a profile of {before.num_inference_steps} steps is used at {num_inference_steps}: the schedule and "
+                f"its coefficients are estimated from it and lose some dB to a calibration at {num_inference_steps}"
+            )
         point = profile.choose(speedup, computed_steps, min_psnr)
         depth = max((len(weights) for _, weights in point.rows.values()), default=1)
         return cls(
