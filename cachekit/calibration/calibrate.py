@@ -125,8 +125,8 @@ def calibrate(
                 correlations.append(
                     rank_correlation([surrogate.error(item) for item in memo.known], [*memo.known.values()])
                 )
-                rows, error = _best_rows(batch, schedule, memo.known[schedule], depth, fitted)
-                done[count] = FrontPoint(schedule, rows, error, () if judge is None else judge(schedule, rows))
+                rows, reached = _best_rows(batch, schedule, memo.known[schedule], depth, fitted)
+                done[count] = FrontPoint(schedule, rows, reached, () if judge is None else judge(schedule, rows))
                 if resume is not None:
                     profile(done).save(resume)
             bar.update()
@@ -170,7 +170,7 @@ def _best_rows(
     The fit minimises the error step by step; where that does not carry through to the final latents, plain weights
     take its place.
     """
-    best = batch.rows[schedule], error
+    best = batch.rows.get(schedule, {}), error
     for order in (1, 0) if fitted else (0,):
         plain = _mean_decibels(batch.errors(schedule, fitted=False, order=order))
         if plain < best[1]:

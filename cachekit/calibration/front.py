@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+_IDENTICAL = 200.0
 
 Row = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -31,12 +34,17 @@ class FrontPoint:
     @property
     def mean_psnr(self) -> float:
         """Mean over the held-back prompts, dB; NaN without any."""
-        return float(np.mean(self.psnr)) if self.psnr else math.nan
+        return float(np.mean(self._capped)) if self.psnr else math.nan
 
     @property
     def low_psnr(self) -> float:
         """5th percentile over the held-back prompts, dB; NaN without any."""
-        return float(np.percentile(self.psnr, 5)) if self.psnr else math.nan
+        return float(np.percentile(self._capped, 5)) if self.psnr else math.nan
+
+    @property
+    def _capped(self) -> list[float]:
+        """Pictures without any difference count as 200 dB."""
+        return [min(value, _IDENTICAL) for value in self.psnr]
 
 
 def point_tensors(point: FrontPoint) -> dict[str, torch.Tensor]:
@@ -58,7 +66,7 @@ def point_tensors(point: FrontPoint) -> dict[str, torch.Tensor]:
     }
 
 
-def point_from(tensors: dict[str, torch.Tensor], count: int) -> FrontPoint:
+def point_from(tensors: Mapping[str, torch.Tensor], count: int) -> FrontPoint:
     """The schedule with `count` computed steps from the tensors of :func:`point_tensors`."""
 
     def of(part: str) -> list[Any]:

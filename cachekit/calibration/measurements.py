@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -73,8 +74,7 @@ def measured(pipe: Any, call: Callable[[], Any], prompts: int, drifts: bool) -> 
         drifts: run it a second time for the drift of the first block.
     """
     try:
-        listen = MagCacheConfig(calibrate=True)
-        reference, stats = _listened(pipe, listen, call)
+        reference, stats = _listened(pipe, MagCacheConfig(calibrate=True), call)
     except UnsupportedModelError:
         reference, stats = _listened(pipe, ScheduleCacheConfig(range(_MOST_STEPS)), call)
     curves = {name: tuple(curve) for name, curve in stats.magnitude_ratios.items()}
@@ -90,19 +90,25 @@ def measured(pipe: Any, call: Callable[[], Any], prompts: int, drifts: bool) -> 
 
 
 def _listened(pipe: Any, config: Any, call: Callable[[], Any]) -> tuple[Trajectory, Stats]:
-    with cached(pipe, config, progress=False) as handle, recorded(pipe, timed=True) as reference:
+    with _quiet(), cached(pipe, config, progress=False) as handle, recorded(pipe, timed=True) as reference:
         call()
         return reference, handle.stats()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that nothing was reused: nothing shall be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        yield
 
 
 def _drifts(pipe: Any, call: Callable[[], Any], steps: int) -> Curves:
     """Scores of the first block in a run that computes everything."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CacheWarning)
-            with cached(pipe, FirstBlockCacheConfig(threshold=0.0), progress=False) as handle:
-                call()
-                stats = handle.stats()
+        with _quiet(), cached(pipe, FirstBlockCacheConfig(threshold=0.0), progress=False) as handle:
+            call()
+            stats = handle.stats()
     except UnsupportedModelError:
         return {}
     found: dict[str, list[float]] = {}

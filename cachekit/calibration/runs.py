@@ -97,8 +97,8 @@ class Batch:
                     fit = ClosedLoopFit(self.pipe.scheduler, reference, live, self.depth, gathered)
                 self._run(schedule, fit, order, start)
             off.append(_distance(live, reference))
-        self.rows[schedule] = {} if fit is None else fit.rows
         if fit is not None:
+            self.rows[schedule] = fit.rows
             for index, start in enumerate(self._starts()[:-1]):
                 with recorded(self.pipe) as live:
                     self._run(schedule, CoefficientTable(fit.rows), order, start)

@@ -117,5 +117,5 @@ def _moves(schedule: Schedule, steps: int, fixed: Sequence[int]) -> Iterator[Sch
 
 def _random(steps: int, computed: int, random: np.random.Generator, fixed: Sequence[int]) -> Schedule:
     free = [step for step in range(steps) if step not in fixed]
-    chosen = random.choice(free, computed - len(fixed), replace=False) if computed > len(fixed) else []
+    chosen = random.permutation(free)[: computed - len(fixed)]
     return tuple(sorted({*fixed, *(int(step) for step in chosen)}))

@@ -159,20 +159,8 @@ class ScheduleCacheConfig(CacheConfig):
         Raises:
             ValueError: a budget that the profile has no schedule for, or a number of steps that it cannot serve.
         """
-        if num_inference_steps is not None and num_inference_steps != profile.num_inference_steps:
-            if min_psnr is not None:
-                raise ValueError(
-                    f"min_psnr was measured at {profile.num_inference_steps} steps and says nothing about "
-                    f"{num_inference_steps}; give speedup or computed_steps, or calibrate at that number"
-                )
-            before, profile = (
-                profile,
-                profile.resampled(num_inference_steps, speedup=speedup, computed_steps=computed_steps),
-            )
-            warn(
-                f"a profile of {before.num_inference_steps} steps is used at {num_inference_steps}: the schedule and "
-                f"its coefficients are estimated from it and lose some dB to a calibration at {num_inference_steps}"
-            )
+        if num_inference_steps not in (None, profile.num_inference_steps):
+            profile = _at(profile, num_inference_steps, speedup, computed_steps, min_psnr)
         point = profile.choose(speedup, computed_steps, min_psnr)
         depth = max((len(weights) for _, weights in point.rows.values()), default=1)
         return cls(
@@ -195,6 +183,22 @@ class ScheduleCacheConfig(CacheConfig):
         if self.coefficients is not None and not isinstance(self.coefficients, Coefficients):
             raise ValueError("coefficients come from a profile; use ScheduleCacheConfig.from_profile")
         return self
+
+
+def _at(profile: Any, steps: Any, speedup: float | None, computed_steps: int | None, min_psnr: float | None) -> Any:
+    """The profile at another number of steps, with a warning."""
+    before = profile.num_inference_steps
+    if min_psnr is not None:
+        raise ValueError(
+            f"min_psnr was measured at {before} steps and says nothing about {steps}; give speedup or computed_steps, "
+            f"or calibrate with num_inference_steps={steps}"
+        )
+    found = profile.resampled(steps, speedup=speedup, computed_steps=computed_steps)
+    warn(
+        f"a profile of {before} steps is used at {steps}: the schedule and its coefficients are estimated from it and "
+        f"lose some dB to a calibration at {steps}"
+    )
+    return found
 
 
 def _made_for(config: ScheduleCacheConfig, target: Any) -> None:
