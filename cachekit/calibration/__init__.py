@@ -1,8 +1,9 @@
 """Measure once, use in every later run."""
 
 from cachekit.calibration.calibrate import calibrate
+from cachekit.calibration.front import FrontPoint
 from cachekit.calibration.magnitudes import MagnitudeRatios, calibrate_magnitudes
-from cachekit.calibration.profile import FrontPoint, Profile
+from cachekit.calibration.profile import Profile
 from cachekit.calibration.recommend import Recommendation, recommend
 from cachekit.calibration.tune import TuneResult, tune
 

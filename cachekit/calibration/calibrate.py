@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from cachekit.calibration.fit import plain_rows
+from cachekit.calibration.front import FrontPoint, Row
 from cachekit.calibration.identity import identify
 from cachekit.calibration.influence import NotAffineError, influences
-from cachekit.calibration.profile import FrontPoint, Profile
+from cachekit.calibration.profile import Profile
 from cachekit.calibration.prompts import require_pipeline, spread
-from cachekit.calibration.runs import Batch
+from cachekit.calibration.runs import Batch, relative_errors
 from cachekit.calibration.search import Memo, Schedule, rank_correlation, refine, shortlist
+from cachekit.calibration.search import spread as even
+from cachekit.calibration.stochastic import draws_noise, require_predictable
 from cachekit.calibration.surrogate import Surrogate, gram_matrix
 from cachekit.metrics import psnr
 
@@ -37,6 +41,7 @@ def calibrate(
     evaluations: int = 4,
     depth: int = 3,
     seed: int = 0,
+    batch_size: int | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
     **pipeline_kwargs: Any,
@@ -57,25 +62,29 @@ def calibrate(
         evaluations: further schedules that are run per budget in the local search.
         depth: number of results that a prediction combines.
         seed: of the noise and of the search.
+        batch_size: prompts of one pipeline call, which bounds the memory; None runs all of a group at once. Results
+            differ a little, and the runs with fitted coefficients take up to twice as long.
         resume: file to continue from and to write to after each budget; None keeps nothing.
         progress: show a progress bar.
-        **pipeline_kwargs: whatever the pipeline is called with otherwise (guidance, size, negative prompt, ...). All
-            prompts of a group run as one batch.
+        **pipeline_kwargs: whatever the pipeline is called with otherwise (guidance, size, negative prompt, ...).
 
     Returns:
         A profile; `ScheduleCacheConfig.from_profile(profile, speedup=2.5)` uses it.
 
     Raises:
-        ValueError: no prompts, a bad budget, or a pipeline without a scheduler.
+        ValueError: no prompts, a bad budget, a pipeline without a scheduler, an uncached run that ends in NaN, or a
+            sampler whose fresh noise leaves nothing to predict from (few-step LCM), with the figure.
         TypeError: not a pipeline.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     require_pipeline(pipe)
     known, judged = _split(texts, held_back)
-    batch = Batch(pipe, known, num_inference_steps, seed, pipeline_kwargs, depth)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size: a number of prompts from 1, or None for all at once, got {batch_size!r}")
+    batch = Batch(pipe, known, num_inference_steps, seed, pipeline_kwargs, depth, batch_size)
     batch.run_uncached()
-    steps = len(batch.reference)
-    counts = _budgets(budgets, steps)
+    steps, measured = len(batch.reference), batch.measurements
+    counts = _budgets(budgets, steps, len(measured.starts))
     shape = tuple(batch.reference.final.shape[1:])
     told = {"num_inference_steps": num_inference_steps, **pipeline_kwargs}
     identity = identify(pipe, steps, shape, told, texts)
@@ -86,15 +95,26 @@ def calibrate(
     except NotAffineError as error:
         influence, fitted = [1.0 / steps] * steps, False
         notes.append(f"{error}; skipped steps are extrapolated instead")
-    gram = gram_matrix(batch.reference)
-    surrogate = Surrogate(gram, np.array(influence), depth)
+    if draws_noise(batch.reference):
+        half = max(math.ceil(steps / 2), len(measured.starts))
+        trial = batch.errors(even(steps, half, measured.starts), fitted)
+        require_predictable(batch.reference, relative_errors(trial, batch.references), half)
+    gram = gram_matrix(*batch.references)
+    surrogate = Surrogate(gram, np.array(influence), depth, starts=measured.starts)
     judge = _Judge(replace(batch, prompts=judged, seed=seed + _HELD_BACK_SEED)) if judged else None
 
     def profile(front: dict[int, FrontPoint]) -> Profile:
         points = tuple(front[count] for count in sorted(front))
         influences_found = torch.tensor(influence, dtype=torch.float64)
         return Profile(
-            identity, torch.from_numpy(gram), influences_found, batch.magnitudes, points, len(known), tuple(notes)
+            identity=identity,
+            gram=torch.from_numpy(gram),
+            influence=influences_found,
+            front=points,
+            samples=len(known),
+            notes=tuple(notes),
+            is_affine=fitted,
+            **{item.name: getattr(measured, item.name) for item in fields(measured)},
         )
 
     correlations: list[float] = []
@@ -105,10 +125,8 @@ def calibrate(
                 correlations.append(
                     rank_correlation([surrogate.error(item) for item in memo.known], [*memo.known.values()])
                 )
-                rows = batch.rows[schedule]
-                done[count] = FrontPoint(
-                    schedule, rows, memo.known[schedule], () if judge is None else judge(schedule, rows)
-                )
+                rows, reached = _best_rows(batch, schedule, memo.known[schedule], depth, fitted)
+                done[count] = FrontPoint(schedule, rows, reached, () if judge is None else judge(schedule, rows))
                 if resume is not None:
                     profile(done).save(resume)
             bar.update()
@@ -137,10 +155,31 @@ def _search(
     batch: Batch, surrogate: Surrogate, count: int, evaluations: int, seed: int, fitted: bool
 ) -> tuple[Schedule, Memo]:
     """The best schedule found with `count` computed steps, and everything that was run for it."""
-    memo = Memo(lambda schedule: float(10 * batch.errors(schedule, fitted).clamp_min(1e-30).log10().mean()))
-    for schedule in shortlist(surrogate.error, surrogate.steps, count, _STARTS, seed)[:_SHORTLISTED]:
+    memo = Memo(lambda schedule: _mean_decibels(batch.errors(schedule, fitted)))
+    fixed = surrogate.starts
+    for schedule in shortlist(surrogate.error, surrogate.steps, count, _STARTS, seed, fixed)[:_SHORTLISTED]:
         memo(schedule)
-    return refine(memo, memo.best(), surrogate.steps, evaluations, surrogate.error), memo
+    return refine(memo, memo.best(), surrogate.steps, evaluations, surrogate.error, fixed), memo
+
+
+def _best_rows(
+    batch: Batch, schedule: Schedule, error: float, depth: int, fitted: bool
+) -> tuple[dict[int, Row], float]:
+    """The coefficients for a schedule, and their error: never worse than those of extrapolation and of reuse.
+
+    The fit minimises the error step by step; where that does not carry through to the final latents, plain weights
+    take its place.
+    """
+    best = batch.rows.get(schedule, {}), error
+    for order in (1, 0) if fitted else (0,):
+        plain = _mean_decibels(batch.errors(schedule, fitted=False, order=order))
+        if plain < best[1]:
+            best = plain_rows(schedule, len(batch.reference), depth, order, batch.measurements.starts), plain
+    return best
+
+
+def _mean_decibels(errors: torch.Tensor) -> float:
+    return float(10 * errors.clamp_min(1e-30).log10().mean())
 
 
 def _split(texts: Sequence[str], held_back: float) -> tuple[list[str], list[str]]:
@@ -154,12 +193,13 @@ def _split(texts: Sequence[str], held_back: float) -> tuple[list[str], list[str]
     return [t for i, t in enumerate(texts) if i not in judged], [t for i, t in enumerate(texts) if i in judged]
 
 
-def _budgets(budgets: Sequence[int] | None, steps: int) -> list[int]:
+def _budgets(budgets: Sequence[int] | None, steps: int, least: int) -> list[int]:
     if budgets is None:
-        return list(range(max(2, steps // 8), max(3, math.ceil(0.8 * steps))))
+        return list(range(max(2, least, steps // 8), max(3, least + 1, math.ceil(0.8 * steps))))
     counts = sorted(set(budgets))
-    if not counts or counts[0] < 1 or counts[-1] > steps:
-        raise ValueError(f"budgets: numbers of computed steps from 1 to {steps}, got {list(budgets)}")
+    if not counts or counts[0] < least or counts[-1] > steps:
+        why = " (each expert computes its first step)" if least > 1 else ""
+        raise ValueError(f"budgets: numbers of computed steps from {least} to {steps}{why}, got {list(budgets)}")
     return counts
 
 

@@ -27,6 +27,8 @@ class ClosedLoopFit:
         reference: the uncached run of the same batch.
         live: the run in progress.
         depth: number of results to combine.
+        gathered: step -> normal equations of runs of other prompts with the same schedule, which are solved together
+            with this run's own; this run's are added.
         rows: what was found so far: step -> (source steps, weights).
     """
 
@@ -34,6 +36,7 @@ class ClosedLoopFit:
     reference: Trajectory
     live: Trajectory
     depth: int
+    gathered: dict[int, NormalEquations] = field(default_factory=dict)
     rows: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict)
 
     def weights(self, step: int, sources: Sequence[int]) -> Sequence[float] | None:
@@ -50,9 +53,44 @@ class ClosedLoopFit:
         arguments, sample = self.reference.steps[step].arguments, self.live.final
         outputs = [self.live.steps[i].output for i in used]
         landings = [advance(twin_of(self.scheduler), arguments, output, sample) for output in outputs]
-        prior = _slope(step, used)
-        self.rows[step] = used, affine_weights(landings, self.reference.steps[step].result, prior, _RIDGE)
+        target = self.reference.steps[step].result.to(sample.device)
+        own, earlier = normal_equations(landings, target), self.gathered.get(step)
+        self.gathered[step] = own if earlier is None else own.plus(earlier)
+        self.rows[step] = used, self.gathered[step].weights(extrapolation(step, used), _RIDGE)
         return self.rows[step][1]
+
+
+@dataclass(frozen=True)
+class NormalEquations:
+    """A least-squares problem for weights that sum to 1: those of all candidates but the first are its unknowns.
+
+    Attributes:
+        gram: inner products of the differences to the first candidate, (unknowns, unknowns).
+        moment: their inner products with the difference of the target to the first candidate, (unknowns,).
+    """
+
+    gram: torch.Tensor
+    moment: torch.Tensor
+
+    def plus(self, other: NormalEquations) -> NormalEquations:
+        """The problem over the data of both."""
+        return NormalEquations(self.gram + other.gram, self.moment + other.moment)
+
+    def weights(self, prior: Sequence[float], ridge: float) -> tuple[float, ...]:
+        """The solution; see :func:`affine_weights`."""
+        start = torch.tensor(list(prior)[1:], dtype=torch.float64)
+        damping = ridge * self.gram.diagonal().mean().clamp_min(1e-30) * torch.eye(len(start), dtype=torch.float64)
+        solution = torch.linalg.solve(self.gram + damping, self.moment + damping @ start)
+        found = [float(weight) for weight in solution]
+        return (1.0 - sum(found), *found)
+
+
+def normal_equations(candidates: Sequence[torch.Tensor], target: torch.Tensor) -> NormalEquations:
+    """The problem of :func:`affine_weights`, on the CPU."""
+    newest = candidates[0].double()
+    basis = torch.stack([(candidate.double() - newest).flatten() for candidate in candidates[1:]], dim=1)
+    rest = target.double().flatten() - newest.flatten()
+    return NormalEquations((basis.T @ basis).cpu(), (basis.T @ rest).cpu())
 
 
 def affine_weights(
@@ -66,18 +104,28 @@ def affine_weights(
         prior: weights to stay near where the data do not tell.
         ridge: strength of the prior, relative to the mean square of the differences between candidates.
     """
-    newest = candidates[0].double()
-    basis = torch.stack([(candidate.double() - newest).flatten() for candidate in candidates[1:]], dim=1)
-    rest = target.double().flatten() - newest.flatten()
-    gram, moment = basis.T @ basis, basis.T @ rest
-    start = torch.tensor(list(prior)[1:], dtype=torch.float64, device=gram.device)
-    damping = ridge * gram.diagonal().mean().clamp_min(1e-30) * torch.eye(len(start), dtype=gram.dtype)
-    solution = torch.linalg.solve(gram + damping.to(gram.device), moment + damping.to(gram.device) @ start)
-    found = [float(weight) for weight in solution]
-    return (1.0 - sum(found), *found)
+    return normal_equations(candidates, target).weights(prior, ridge)
 
 
-def _slope(step: int, sources: Sequence[int]) -> list[float]:
-    """Weights of the order-1 extrapolation."""
+def extrapolation(step: int, sources: Sequence[int], order: int = 1) -> list[float]:
+    """Weights of the extrapolation of `order` 0 or 1 from the results of `sources`, newest first."""
+    if not order or len(sources) < 2:
+        return [1.0, *[0.0] * (len(sources) - 1)]
     reach = (step - sources[0]) / (sources[0] - sources[1])
     return [1.0 + reach, -reach, *[0.0] * (len(sources) - 2)]
+
+
+def plain_rows(
+    schedule: Sequence[int], steps: int, depth: int, order: int, starts: Sequence[int] = (0,)
+) -> dict[int, tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Skipped step -> (source steps, newest first; weights) of the extrapolation of `order` 0 or 1."""
+    sources: list[int] = []
+    rows = {}
+    for step in range(steps):
+        sources = [] if step in starts else sources
+        if step in schedule or step in starts:
+            sources.insert(0, step)
+        else:
+            used = tuple(sources[: max(1, min(depth, order + 1))])
+            rows[step] = used, tuple(extrapolation(step, used, order))
+    return rows

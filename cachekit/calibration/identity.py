@@ -95,6 +95,27 @@ class Identity:
                 found += [f"{name or 'denoiser'}: {item}" for item in _denoiser_differences(before, module)]
         return found
 
+    def differences_from(self, other: Identity) -> list[str]:
+        """What another identity has otherwise, but for prompts and versions, in words."""
+        found = []
+        for name in ("pipeline", "scheduler", "steps", "shape"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{name}: {theirs} instead of {mine}")
+        if self.scheduler == other.scheduler and self.scheduler_config != other.scheduler_config:
+            found.append(f"settings of {self.scheduler}")
+        for name in dict.fromkeys((*self.arguments, *other.arguments)):
+            here, there = self.arguments.get(name, "not given"), other.arguments.get(name, "not given")
+            if here != there:
+                found.append(f"{name}: {there} instead of {here}")
+        for name in dict.fromkeys((*self.denoisers, *other.denoisers)):
+            before, now = self.denoisers.get(name), other.denoisers.get(name)
+            if before is None or now is None:
+                found.append(f"denoiser `{name}` is only in one of them")
+            else:
+                found += [f"{name or 'denoiser'}: {item}" for item in _compared(before, now)]
+        return found
+
 
 def identify(
     pipe: Any, steps: int, shape: Sequence[int], arguments: dict[str, Any], prompts: Sequence[str]
@@ -129,7 +150,10 @@ def _denoiser(module: nn.Module) -> DenoiserIdentity:
 
 
 def _denoiser_differences(before: DenoiserIdentity, module: nn.Module) -> list[str]:
-    now = _denoiser(module)
+    return _compared(before, _denoiser(module))
+
+
+def _compared(before: DenoiserIdentity, now: DenoiserIdentity) -> list[str]:
     found = []
     if now.model != before.model:
         return [f"{now.model} instead of {before.model}"]

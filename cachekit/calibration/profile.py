@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from cachekit.calibration.fileio import header_of, read_tensors, write_tensors
+from cachekit.calibration.front import FrontPoint
+from cachekit.calibration.hub import download, upload
 from cachekit.calibration.identity import Identity
+from cachekit.calibration.merge import merged
+from cachekit.calibration.profile_file import read_profile, write_profile
+from cachekit.calibration.resample import resampled
 from cachekit.errors import ProfileMismatchError
-
-_FORMAT = "cachekit.profile"
-_VERSION = 1
-
-Row = tuple[tuple[int, ...], tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class FrontPoint:
-    """The best schedule found for a number of computed steps.
-
-    Attributes:
-        computed_steps: the steps to compute.
-        rows: skipped step -> (steps whose results are combined, newest first; weights, which sum to 1).
-        error: mean over the calibration prompts of 10 log10 of the mean square error of the final latents, dB.
-        psnr: dB against the uncached picture, for each prompt that was held back; empty when none was.
-    """
-
-    computed_steps: tuple[int, ...]
-    rows: dict[int, Row]
-    error: float
-    psnr: tuple[float, ...] = ()
-
-    @property
-    def mean_psnr(self) -> float:
-        """Mean over the held-back prompts, dB; NaN without any."""
-        return float(np.mean(self.psnr)) if self.psnr else math.nan
-
-    @property
-    def low_psnr(self) -> float:
-        """5th percentile over the held-back prompts, dB; NaN without any."""
-        return float(np.percentile(self.psnr, 5)) if self.psnr else math.nan
 
 
 @dataclass(frozen=True)
 class Profile:
     """A calibration: what was measured on the uncached runs, and the front of schedules found.
 
+    Curves have one value per step; they are empty where something could not be measured, or the file is older.
+
     Attributes:
         identity: what it was made for.
-        gram: inner products between the steps' model outputs, (steps, steps).
+        gram: inner products between the steps' model outputs, (steps, steps), divided by their number of values.
         influence: factor of each step's model output in the final latents, (steps,).
-        magnitudes: branch -> magnitude ratio of each step, for MagCache; empty where no block stack was found.
+        magnitudes: branch -> magnitude ratio of each step: `MagCacheConfig(mag_ratios=profile)`.
         front: schedules by rising number of computed steps.
         samples: number of calibration prompts.
         notes: what has to be known about it.
+        drifts: branch -> relative change of the first block's residual since the step before, the score of FirstBlock.
+        latent_drift: relative change of the latents since the step before.
+        sigmas: share of noise before each step, 0..1: what flow matching calls sigma.
+        seconds: uncached time of each step in a call with `batch` prompts.
+        batch: see `seconds`.
+        starts: steps at which a denoiser begins its work; more than one where experts take turns.
+        is_affine: False when the scheduler's steps are not linear in the model output, so that nothing was fitted.
     """
 
     identity: Identity
@@ -69,11 +48,23 @@ class Profile:
     front: tuple[FrontPoint, ...]
     samples: int
     notes: tuple[str, ...] = field(default=())
+    drifts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    latent_drift: tuple[float, ...] = ()
+    sigmas: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    batch: int = 0
+    starts: tuple[int, ...] = (0,)
+    is_affine: bool = True
 
     @property
     def steps(self) -> int:
         """Number of scheduler steps of a run."""
         return self.identity.steps
+
+    @property
+    def num_inference_steps(self) -> int:
+        """Number of steps as the pipeline's argument counts them; differs from `steps` with 2nd-order schedulers."""
+        return int(self.identity.arguments.get("num_inference_steps", self.steps))
 
     def choose(
         self, speedup: float | None = None, computed_steps: int | None = None, min_psnr: float | None = None
@@ -105,8 +96,45 @@ class Profile:
             f"calibrate again with budgets=[{wanted}]"
         )
 
-    def require(self, target: Any) -> None:
+    def resampled(
+        self, num_inference_steps: int, *, speedup: float | None = None, computed_steps: int | None = None
+    ) -> Profile:
+        """This profile as it would be at another number of steps, with one schedule for the budget asked for.
+
+        What was measured is read off at the new noise levels: inner products are interpolated, influences are spread,
+        ratios multiply. On these a schedule and its coefficients are found with the estimate that calibration begins
+        with; no model runs. It is a substitute: a calibration at that number of steps measures better.
+
+        Args:
+            num_inference_steps: as the pipeline counts them, at least 2.
+            speedup: steps / computed steps; the number of computed steps is rounded up.
+            computed_steps: number of computed steps.
+
+        Raises:
+            ValueError: not exactly one budget, one outside of the steps, or a profile that cannot be resampled (an
+                older file, several experts, a scheduler that repeats noise levels or is not linear).
+        """
+        return resampled(self, num_inference_steps, speedup, computed_steps)
+
+    def merge(self, other: Profile) -> Profile:
+        """A profile over the prompts of both, which must have been made for the same pipeline, call and steps.
+
+        Inner products, influences, ratios and drifts are averaged, weighted by the numbers of prompts. Schedules were
+        fitted and judged on other prompts, so they are not mixed: of two for one number of computed steps the one
+        stays whose estimated error on the joint inner products is smaller, with its coefficients and its figures.
+
+        Raises:
+            ProfileMismatchError: made for something else; lists what differs.
+            ValueError: made with the same prompts.
+        """
+        return merged(self, other)
+
+    def require(self, target: Any, otherwise: str = "pass check=False to use it nevertheless") -> None:
         """Refuse a pipeline or denoiser that this profile was not made for.
+
+        Args:
+            target: the pipeline or denoiser.
+            otherwise: what the message advises besides calibrating again.
 
         Raises:
             ProfileMismatchError: lists what differs.
@@ -115,44 +143,50 @@ class Profile:
         if differences:
             raise ProfileMismatchError(
                 f"this profile was made for another pipeline; different: {'; '.join(differences)}. Calibrate again, or "
-                f"pass check=False to use it nevertheless"
+                f"{otherwise}"
             )
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file; returns its path."""
-        tensors = {"gram": self.gram, "influence": self.influence}
-        for branch, curve in self.magnitudes.items():
-            tensors[f"magnitudes/{branch}"] = torch.tensor(curve, dtype=torch.float64)
-        for point in self.front:
-            tensors |= _point_tensors(point)
-        header = {"format": _FORMAT, "version": _VERSION, "samples": self.samples, "notes": list(self.notes)}
-        return write_tensors(path, tensors, {"cachekit": json.dumps(header), "identity": self.identity.to_json()})
+        """Write one safetensors file, the old one stays until the new one is complete; returns its path."""
+        return write_profile(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a file that :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote, also an older one.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: another kind of file, or written by a newer version.
+            ValueError: another kind of file, damaged, or written by a newer version.
         """
-        tensors, metadata = read_tensors(path)
-        missing, complete = "no profile; make one with cachekit.calibrate", "identity" in metadata
-        header = header_of(path, metadata if complete else {}, _FORMAT, _VERSION, missing)
-        counts = sorted({int(name.split("/")[1]) for name in tensors if name.startswith("front/")})
-        return cls(
-            identity=Identity.from_json(metadata["identity"]),
-            gram=tensors["gram"],
-            influence=tensors["influence"],
-            magnitudes={
-                name.split("/", 1)[1]: tuple(value.tolist())
-                for name, value in tensors.items()
-                if name.startswith("magnitudes/")
-            },
-            front=tuple(_point(tensors, count) for count in counts),
-            samples=header["samples"],
-            notes=tuple(header["notes"]),
-        )
+        return cls(**read_profile(path))
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload to a repository of the Hugging Face hub, which is made when it does not exist.
+
+        Args:
+            repo_id: "owner/name".
+            **options: of `huggingface_hub.ModelHubMixin.push_to_hub`: `private`, `token`, `branch`, `create_pr`,
+                `commit_message`, ...
+
+        Returns:
+            Address of the commit.
+        """
+        return upload(self, repo_id, **options)
+
+    @classmethod
+    def from_hub(cls, repo_id: str | Path, **options: Any) -> Profile:
+        """Download what :meth:`push_to_hub` uploaded.
+
+        Args:
+            repo_id: "owner/name", or a local folder.
+            **options: of `huggingface_hub.ModelHubMixin.from_pretrained`: `revision`, `token`, `cache_dir`,
+                `local_files_only`, ...
+
+        Raises:
+            FileNotFoundError: there is no profile in it.
+            ValueError: as :meth:`load`.
+        """
+        return cls.load(download(repo_id, **options))
 
     def __str__(self) -> str:
         who = ", ".join(item.model for item in self.identity.denoisers.values())
@@ -173,34 +207,3 @@ class Profile:
             )
         best = max(point.low_psnr for point in self.front)
         raise ValueError(f"no schedule in this profile reaches {min_psnr:g} dB; the best has {best:.1f} dB")
-
-
-def _point_tensors(point: FrontPoint) -> dict[str, torch.Tensor]:
-    """The tensors of one schedule: steps, and per skipped step its number, sources and weights (padded)."""
-    name = f"front/{len(point.computed_steps)}"
-    depth = max((len(weights) for _, weights in point.rows.values()), default=1)
-    sources = torch.full((len(point.rows), depth), -1, dtype=torch.int64)
-    weights = torch.zeros(len(point.rows), depth, dtype=torch.float64)
-    for row, (used, factors) in enumerate(point.rows.values()):
-        sources[row, : len(used)] = torch.tensor(used)
-        weights[row, : len(factors)] = torch.tensor(factors, dtype=torch.float64)
-    return {
-        f"{name}/computed_steps": torch.tensor(point.computed_steps),
-        f"{name}/skipped": torch.tensor(list(point.rows), dtype=torch.int64),
-        f"{name}/sources": sources,
-        f"{name}/weights": weights,
-        f"{name}/error": torch.tensor([point.error], dtype=torch.float64),
-        f"{name}/psnr": torch.tensor(point.psnr, dtype=torch.float64),
-    }
-
-
-def _point(tensors: dict[str, torch.Tensor], count: int) -> FrontPoint:
-    def of(part: str) -> list[Any]:
-        values: list[Any] = tensors[f"front/{count}/{part}"].tolist()
-        return values
-
-    rows = {}
-    for step, sources, weights in zip(of("skipped"), of("sources"), of("weights"), strict=True):
-        used = tuple(source for source in sources if source >= 0)
-        rows[step] = used, tuple(weights[: len(used)])
-    return FrontPoint(tuple(of("computed_steps")), rows, of("error")[0], tuple(of("psnr")))

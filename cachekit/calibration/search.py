@@ -27,12 +27,19 @@ class Memo:
         return min(self.known, key=lambda schedule: (self.known[schedule], schedule))
 
 
-def spread(steps: int, computed: int) -> Schedule:
-    """`computed` of `steps` steps, evenly spread, step 0 among them."""
-    return tuple(int(step) for step in np.linspace(0, steps - 1, computed).round()) if computed > 1 else (0,)
+def spread(steps: int, computed: int, fixed: Sequence[int] = (0,)) -> Schedule:
+    """`computed` of `steps` steps, evenly spread, with step 0 and the other `fixed` ones among them."""
+    even = [int(step) for step in np.linspace(0, steps - 1, computed).round()] if computed > 1 else [0]
+    chosen = set(even)
+    for step in sorted(set(fixed) - chosen):
+        chosen.remove(min(chosen - set(fixed), key=lambda other: abs(other - step)))
+        chosen.add(step)
+    return tuple(sorted(chosen))
 
 
-def shortlist(objective: Objective, steps: int, computed: int, starts: int, seed: int) -> list[Schedule]:
+def shortlist(
+    objective: Objective, steps: int, computed: int, starts: int, seed: int, fixed: Sequence[int] = (0,)
+) -> list[Schedule]:
     """Good schedules by descent from an even and from random starts, the best first.
 
     Args:
@@ -41,16 +48,19 @@ def shortlist(objective: Objective, steps: int, computed: int, starts: int, seed
         computed: number of steps to compute.
         starts: number of starts.
         seed: of the random starts.
+        fixed: steps that every schedule computes, step 0 among them.
     """
     memo, random = Memo(objective), np.random.default_rng(seed)
     ends: set[Schedule] = set()
     for start in range(starts):
-        first = spread(steps, computed) if not start else _random(steps, computed, random)
-        ends.add(_descend(memo, first, steps))
+        first = spread(steps, computed, fixed) if not start else _random(steps, computed, random, fixed)
+        ends.add(_descend(memo, first, steps, fixed))
     return sorted(ends, key=lambda schedule: (memo(schedule), schedule))
 
 
-def refine(objective: Memo, start: Schedule, steps: int, evaluations: int, hint: Objective) -> Schedule:
+def refine(
+    objective: Memo, start: Schedule, steps: int, evaluations: int, hint: Objective, fixed: Sequence[int] = (0,)
+) -> Schedule:
     """Descent with a dear objective; of the moves from a schedule those come first that `hint` likes best.
 
     Args:
@@ -59,13 +69,14 @@ def refine(objective: Memo, start: Schedule, steps: int, evaluations: int, hint:
         steps: number of steps of the run.
         evaluations: at most so many further schedules are evaluated.
         hint: a cheap estimate of the objective.
+        fixed: steps that every schedule computes.
     """
     best, left = start, evaluations
     objective(best)
     improved = True
     while improved and left > 0:
         improved = False
-        moves = [move for move in _moves(best, steps) if move not in objective.known]
+        moves = [move for move in _moves(best, steps, fixed) if move not in objective.known]
         for move in sorted(moves, key=lambda move: (hint(move), move)):
             if left <= 0:
                 break
@@ -84,24 +95,27 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def _descend(objective: Memo, start: Schedule, steps: int) -> Schedule:
+def _descend(objective: Memo, start: Schedule, steps: int, fixed: Sequence[int]) -> Schedule:
     best, improved = start, True
     while improved:
-        candidate = min(_moves(best, steps), key=lambda move: (objective(move), move), default=best)
+        candidate = min(_moves(best, steps, fixed), key=lambda move: (objective(move), move), default=best)
         improved = objective(candidate) < objective(best)
         best = candidate if improved else best
     return best
 
 
-def _moves(schedule: Schedule, steps: int) -> Iterator[Schedule]:
-    """Every schedule with one computed step put elsewhere; step 0 stays."""
-    for leaving in schedule[1:]:
+def _moves(schedule: Schedule, steps: int, fixed: Sequence[int]) -> Iterator[Schedule]:
+    """Every schedule with one computed step put elsewhere; fixed steps stay."""
+    for leaving in schedule:
+        if leaving in fixed:
+            continue
         rest = set(schedule) - {leaving}
         for entering in range(1, steps):
             if entering not in schedule:
                 yield tuple(sorted(rest | {entering}))
 
 
-def _random(steps: int, computed: int, random: np.random.Generator) -> Schedule:
-    chosen = random.choice(np.arange(1, steps), computed - 1, replace=False)
-    return (0, *sorted(int(step) for step in chosen))
+def _random(steps: int, computed: int, random: np.random.Generator, fixed: Sequence[int]) -> Schedule:
+    free = [step for step in range(steps) if step not in fixed]
+    chosen = random.permutation(free)[: computed - len(fixed)]
+    return tuple(sorted({*fixed, *(int(step) for step in chosen)}))

@@ -26,6 +26,9 @@ def calibrate(
     held_back: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts to judge by.")] = 0.25,
     evaluations: Annotated[int, typer.Option(min=0, help="Further schedules that are run per budget.")] = 4,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the noise and of the search.")] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of one pipeline call, which bounds the memory; all by default.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, auto, cuda, cuda:N or mps.")] = "cpu",
     arg: Annotated[
         list[str] | None, typer.Option(help="What the pipeline is called with, as name=value (JSON); repeat it.")
@@ -52,6 +55,7 @@ def calibrate(
                 held_back=held_back,
                 evaluations=evaluations,
                 seed=seed,
+                batch_size=batch_size,
                 resume=out,
                 **arguments,
             )

@@ -31,9 +31,16 @@ FLUX_MAG_RATIOS: tuple[float, ...] = (
 """Ratios of FLUX.1 at 28 steps as published with MagCache; any other model has to be calibrated."""
 
 
+class ProfileRatios(dict[str, tuple[float, ...]]):
+    """Ratios with the profile that they come from."""
+
+    profile: Any = None
+
+
 def _ratios(value: Any) -> Any:
     """Ratios in any form: a list, a tensor, branch -> list, or a calibration result."""
-    value = getattr(value, "ratios", value)
+    profile = value if hasattr(value, "require") else getattr(value, "profile", None)
+    value = getattr(value, "ratios", getattr(value, "magnitudes", value))
     if value is None:
         return None
     named = value if isinstance(value, Mapping) else {"": value}
@@ -42,6 +49,9 @@ def _ratios(value: Any) -> Any:
         raise ValueError("mag_ratios is empty; calibrate with cachekit.calibrate_magnitudes(pipe, prompts=...)")
     if not all(math.isfinite(ratio) and ratio > 0 for curve in ratios.values() for ratio in curve):
         raise ValueError("mag_ratios must be finite and positive; calibrate again")
+    if profile is not None:
+        ratios = ProfileRatios(ratios)
+        ratios.profile = profile
     return ratios
 
 
@@ -65,7 +75,8 @@ class MagCacheConfig(CacheConfig):
         max_skip_steps: at most so many skips in a row (K in the paper).
         retention_ratio: fraction of the steps at the start that always compute.
         num_inference_steps: steps to assume when no scheduler tells; through a pipeline the real number is used.
-        mag_ratios: ratios per step (list, tensor, or branch -> list), or the result of `calibrate_magnitudes`; ratios
+        mag_ratios: ratios per step (list, tensor, or branch -> list), the result of `calibrate_magnitudes`, or a
+            profile, which refuses pipelines that it was not made for (`profile.magnitudes` does not look); ratios
             measured at another number of steps are converted.
         calibrate: compute everything and record the ratios in `stats(target).magnitude_ratios`.
     """
@@ -98,6 +109,12 @@ def _examples() -> dict[str, CacheConfig]:
     return {"": MagCacheConfig(calibrate=True)}
 
 
+def _made_for(config: MagCacheConfig, target: Any) -> None:
+    profile = getattr(config.mag_ratios, "profile", None)
+    if profile is not None:
+        profile.require(target, "pass mag_ratios=profile.magnitudes to use its ratios nevertheless")
+
+
 def _with_ratios(threshold: float, sources: Sources) -> dict[str, Any]:
     return {"threshold": threshold, "mag_ratios": sources.magnitudes(), "num_inference_steps": sources.steps}
 
@@ -113,7 +130,7 @@ _TUNABLE = Tunable(
 )
 
 
-@strategy("magcache", MagCacheConfig, examples=_examples, tunable=_TUNABLE)
+@strategy("magcache", MagCacheConfig, check=_made_for, examples=_examples, tunable=_TUNABLE)
 def magcache(config: MagCacheConfig, denoiser: nn.Module) -> list[Rule]:
     """Magnitude gate, last change of the block stack; or the calibration run."""
     if config.calibrate:

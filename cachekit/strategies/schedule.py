@@ -18,6 +18,7 @@ from torch import nn
 
 from cachekit.engine.clock import View
 from cachekit.engine.rules import DenoiserSpec, GateContext, Guards, Rule, Verdict
+from cachekit.errors import warn
 from cachekit.strategies.base import CacheConfig, config_class, strategy
 from cachekit.strategies.predictors import Taylor
 from cachekit.strategies.tunable import Sources, Tunable
@@ -145,6 +146,7 @@ class ScheduleCacheConfig(CacheConfig):
         speedup: float | None = None,
         computed_steps: int | None = None,
         min_psnr: float | None = None,
+        num_inference_steps: int | None = None,
         check: bool = True,
         **fields: Any,
     ) -> ScheduleCacheConfig:
@@ -155,12 +157,16 @@ class ScheduleCacheConfig(CacheConfig):
             speedup: denoiser calls uncached / computed; the number of computed calls is rounded up.
             computed_steps: number of computed steps.
             min_psnr: dB to the uncached picture that 95 % of the held-back prompts reach.
+            num_inference_steps: steps of the runs, as the pipeline counts them; None for those of the profile. Other
+                numbers are served by an estimate (see `Profile.resampled`), with a warning.
             check: refuse pipelines that the profile was not made for.
             **fields: further fields of the config.
 
         Raises:
-            ValueError: a budget that the profile has no schedule for.
+            ValueError: a budget that the profile has no schedule for, or a number of steps that it cannot serve.
         """
+        if num_inference_steps not in (None, profile.num_inference_steps):
+            profile = _at(profile, num_inference_steps, speedup, computed_steps, min_psnr)
         point = profile.choose(speedup, computed_steps, min_psnr)
         depth = max((len(weights) for _, weights in point.rows.values()), default=1)
         return cls(
@@ -183,6 +189,22 @@ class ScheduleCacheConfig(CacheConfig):
         if self.coefficients is not None and not isinstance(self.coefficients, Coefficients):
             raise ValueError("coefficients come from a profile; use ScheduleCacheConfig.from_profile")
         return self
+
+
+def _at(profile: Any, steps: Any, speedup: float | None, computed_steps: int | None, min_psnr: float | None) -> Any:
+    """The profile at another number of steps, with a warning."""
+    before = profile.num_inference_steps
+    if min_psnr is not None:
+        raise ValueError(
+            f"min_psnr was measured at {before} steps and says nothing about {steps}; give speedup or computed_steps, "
+            f"or calibrate with num_inference_steps={steps}"
+        )
+    found = profile.resampled(steps, speedup=speedup, computed_steps=computed_steps)
+    warn(
+        f"a profile of {before} steps is used at {steps}: the schedule and its coefficients are estimated from it and "
+        f"lose some dB to a calibration at {steps}"
+    )
+    return found
 
 
 def _made_for(config: ScheduleCacheConfig, target: Any) -> None:

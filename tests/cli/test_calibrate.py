@@ -31,7 +31,7 @@ def test_prompts_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     prompts.write_text("fox\n\nlion\n", encoding="utf-8")
     result = invoke(
         *("calibrate", "emoji-flux", "--out", str(out), "--steps", "4", "--budgets", "2"),
-        *("--prompts", str(prompts), "--evaluations", "0", "--held-back", "0"),
+        *("--prompts", str(prompts), "--evaluations", "0", "--held-back", "0", "--batch-size", "1"),
     )
     assert result.exit_code == 0, result.output
     assert ck.Profile.load(out).samples == 2
