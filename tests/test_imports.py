@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("errors", "engine", "metrics", "strategies", "api", "mixin", "calibration", "zoo", "inspection", "demo", "cli")
+ROOMS = (
+    "errors",
+    "files",
+    "engine",
+    "metrics",
+    "strategies",
+    "api",
+    "mixin",
+    "calibration",
+    "zoo",
+    "inspection",
+    "demo",
+    "cli",
+)
 """Rooms of `cachekit`, from the bottom up."""
 PACKAGES = {
     "cachekit": {"cachekit"},
