@@ -49,7 +49,8 @@ def effect(pipe: Any, prompt: str, steps: int, seed: int, config: cachekit.Cache
         for scale in (STRONG, WEAK):
             generator = torch.Generator().manual_seed(seed)
             call = {"negative_prompt": "", "true_cfg_scale": scale, "num_inference_steps": steps}
-            latents.append(pipe(prompt, generator=generator, output_type="latent", **call).images.flatten())
+            final: torch.Tensor = pipe(prompt, generator=generator, output_type="latent", **call).images
+            latents.append(final.flatten())
     return latents[0] - latents[1]
 
 

@@ -12,8 +12,9 @@ import cachekit as ck
 from cachekit.calibration.candidates import sources_of, strategy_candidates
 from cachekit.calibration.measure import Bench
 from cachekit.calibration.target import Target
-from cachekit.strategies import strategy_named, strategy_names
+from cachekit.strategies import strategy_named
 
+from ..shipped import shipped_strategies
 from .tuning import PROMPTS, tiny_flux
 
 STEPS = 6
@@ -102,7 +103,7 @@ def test_variants_are_searched(flux: tuple[Any, dict[str, Any]]) -> None:
     assert {"short warm-up" in item.setting.label for item in result.curve} == {True, False}
 
 
-@pytest.mark.parametrize("name", [name for name in strategy_names() if name not in ("text_kv", "deepcache")])
+@pytest.mark.parametrize("name", [name for name in shipped_strategies() if name not in ("text_kv", "deepcache")])
 def test_every_strategy_says_what_can_be_tuned(name: str, flux: tuple[Any, dict[str, Any]]) -> None:
     result = tuned(flux, strategy=name, speedup=1.05, evaluations=6, num_inference_steps=4)
     assert any(item.skips for item in result.curve), str(result)
@@ -113,7 +114,7 @@ def test_bounds_make_valid_configs() -> None:
     pipe, arguments = tiny_flux()
     bench = Bench(pipe, PROMPTS[:1], 4, 0, arguments)
     sources = sources_of(bench, None)
-    for name in strategy_names():
+    for name in shipped_strategies():
         tunable = strategy_named(name).tunable
         if tunable is None:
             assert strategy_named(name).lossless

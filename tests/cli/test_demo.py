@@ -15,8 +15,8 @@ import cachekit
 from cachekit import zoo
 from cachekit.demo import EVERY, Method, NotApplicable, Result, Sample, demo, remarks, render, spread, to_dict
 from cachekit.demo.compute import StepCost, flops
-from cachekit.strategies import strategy_named, strategy_names
 
+from ..shipped import shipped_strategies
 from .support import KNOWN, invoke, refused, use_tiny_pipeline
 
 METHODS = ["uncached", "FirstBlock", "MagCache", "TaylorSeer", "fewer steps"]
@@ -94,8 +94,7 @@ def test_all_draws_every_strategy_beside_a_control_of_its_cost(tmp_path: Path) -
 
 
 def test_all_means_every_strategy_that_ships() -> None:
-    ours = [name for name in strategy_names() if strategy_named(name).build.__module__.startswith("cachekit.")]
-    assert sorted(candidate.strategy for candidate in EVERY) == ours
+    assert sorted(candidate.strategy for candidate in EVERY) == shipped_strategies()
 
 
 @pytest.mark.usefixtures("tiny")

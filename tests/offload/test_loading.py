@@ -106,7 +106,7 @@ def test_other_modes_load_first(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_keeps_its_limit(tmp_path: Path) -> None:
+def test_the_benchmark_runs_both_ways_with_equal_outputs(tmp_path: Path) -> None:
     """A small one: 108 MiB of weights in 14 blocks of 4 to 9 MiB."""
     code = (
         "import sys, pathlib; from benchmarks import disk_offload as b; folder = pathlib.Path(sys.argv[1]);"

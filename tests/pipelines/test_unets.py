@@ -13,9 +13,10 @@ from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline
 from torch import Tensor, nn
 
 import cachekit as ck
-from cachekit.strategies import CacheConfig, find_strategy, strategy_named, strategy_names
+from cachekit.strategies import CacheConfig, find_strategy, strategy_named
 
 from ..conformance.checks import STRATEGIES, config_for
+from ..shipped import shipped_strategies
 from .families import unet
 from .parts import picture
 from .tiny import TINY
@@ -36,10 +37,9 @@ def configs() -> dict[str, CacheConfig]:
     model = SD.build().unet
     chosen = {name: config_for(settings.always, model) for name, settings in STRATEGIES.items()}
     covered = {find_strategy(config).name for config in chosen.values()}
-    for name in strategy_names():
-        strategy = strategy_named(name)
-        if name not in covered and strategy.build.__module__.startswith("cachekit."):
-            chosen |= {f"{name} {which}".strip(): config for which, config in strategy.example_configs().items()}
+    for name in sorted(set(shipped_strategies()) - covered):
+        examples = strategy_named(name).example_configs()
+        chosen |= {f"{name} {which}".strip(): config for which, config in examples.items()}
     return chosen
 
 
@@ -85,8 +85,7 @@ def hooked(pipe: DiffusionPipeline) -> list[str]:
 
 
 def test_every_strategy_is_here() -> None:
-    shipped = {name for name in strategy_names() if strategy_named(name).build.__module__.startswith("cachekit.")}
-    assert {find_strategy(config).name for config in CONFIGS.values()} == shipped
+    assert {find_strategy(config).name for config in CONFIGS.values()} == set(shipped_strategies())
 
 
 @every_config
