@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("errors", "engine", "metrics", "strategies", "api", "mixin", "calibration", "zoo", "inspection", "demo", "cli")
+ROOMS = (
+    *("errors", "output", "engine", "metrics", "strategies", "api", "mixin"),
+    *("calibration", "zoo", "inspection", "demo", "run", "cli"),
+)
 """Rooms of `cachekit`, from the bottom up."""
 PACKAGES = {
     "cachekit": {"cachekit"},

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+
+from cachekit.output import write
 
 
 def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
@@ -75,13 +75,4 @@ def write_text(path: str | Path, text: str) -> Path:
 def _write(target: Path, data: bytes) -> Path:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: the folder {target.parent} does not exist; make it first")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return target
+    return write(target, data)

@@ -32,7 +32,7 @@ def demo(
     """Draw with an embedded pipeline, uncached and cached, and compare time and fidelity."""
     from cachekit import demo as parts
     from cachekit import zoo
-    from cachekit.demo.output import prepare, write
+    from cachekit.output import prepare, write
 
     place = chosen_device(device)
     if model not in zoo.names():

@@ -1,4 +1,4 @@
-"""The demo's folder: checked before anything is computed, files written whole or not at all."""
+"""Folders for results: checked before anything is computed, files written whole or not at all."""
 
 from __future__ import annotations
 
