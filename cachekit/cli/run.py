@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from cachekit.cli.app import UserError, app
 from cachekit.cli.common import chosen_device, is_ours, named_value, prompt_lines
@@ -17,7 +19,26 @@ _DIED = 1
 _STEPS = 28
 
 
-@app.command()
+class RayAddressMayBeLeftOut(TyperCommand):
+    """`--ray` takes the next word only if it is an address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the address that stands for none."""
+        return super().parse_args(ctx, with_address(args))
+
+
+def with_address(args: list[str]) -> list[str]:
+    """The arguments with an empty address after a `--ray` that has none."""
+    found: list[str] = []
+    for place, word in enumerate(args):
+        found.append(word)
+        following = args[place + 1] if place + 1 < len(args) else ""
+        if word == "--ray" and not re.fullmatch(r"auto|local|(ray://)?[\w.\[\]:-]+:\d+", following):
+            found.append("")
+    return found
+
+
+@app.command(cls=RayAddressMayBeLeftOut)
 def run(
     out: Annotated[Path, typer.Option(help="Folder for the pictures; made if it is not there.")],
     files: Annotated[
@@ -49,7 +70,17 @@ def run(
     devices: Annotated[
         str | None, typer.Option(help="Several, one process each, such as cuda:2,cuda:0; cuda for all cards.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="So many processes on the CPU.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="So many processes on the CPU, or actors with --ray.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Spread over a Ray cluster: host:port or ray://host:port, `local` to start one here; without an "
+            "address the one that RAY_ADDRESS or `ray start` tell of.",
+        ),
+    ] = None,
 ) -> None:
     """Draw prompts into a folder. What is there already, drawn with the same settings, is not drawn again."""
     from cachekit.output import prepare
@@ -60,7 +91,7 @@ def run(
     if not texts:
         raise UserError('nothing to draw; give --prompt "red heart" or a text file with one prompt per line')
     try:
-        draw = _places(device, devices, processes)
+        draw = _places(device, devices, processes) if ray is None else _cluster(ray, device, devices, processes)
         settings = Settings(
             pipeline=pipeline,
             steps=steps or _usual_steps(profile),
@@ -116,6 +147,18 @@ def _places(device: str, devices: str | None, processes: int | None) -> Callable
     if len(chosen) == 1:
         return lambda job, advance: draw_here(job, chosen[0], advance)
     return lambda job, advance: draw_on(job, chosen, advance)
+
+
+def _cluster(address: str, device: str, devices: str | None, actors: int | None) -> Callable[[Any, Any], None]:
+    """The pictures are drawn by actors of a Ray cluster, whose devices are not those of this machine."""
+    from cachekit.run.on_ray import draw_on_ray
+
+    kind = device.strip().lower()
+    if devices is not None:
+        raise UserError("--devices names cards of this machine; with --ray say --device cuda, and how many --processes")
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"with --ray the device is cpu or cuda, one card for each actor; got {device!r}")
+    return lambda job, advance: draw_on_ray(job, address or None, kind, actors, advance)
 
 
 def _usual_steps(profile: Path | None) -> int:

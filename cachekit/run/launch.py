@@ -31,8 +31,10 @@ def draw_on(job: Job, devices: Sequence[str], advance: Advance) -> None:
     Raises:
         RunError: the settings cannot be used.
         ProcessDiedError: a process died; the others were ended, and what was drawn is there.
+        KeyboardInterrupt: the run was interrupted, or told to end; the processes were ended.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if not job.pictures:
@@ -50,6 +52,8 @@ def draw_on(job: Job, devices: Sequence[str], advance: Advance) -> None:
         try:
             with _environment(environment(devices)), _watched(job, advance), _quiet():
                 launch_command(parsed)
+        except SignalException:
+            raise KeyboardInterrupt from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             kind_of_error, _, message = _message(failure).partition(": ")

@@ -37,7 +37,7 @@ def main(job_file: str, kind: str) -> int:
             draw_here(job.only(mine), device, lambda text, drawn: None)
     except BaseException as error:
         errors.record_exception(error)
-        if not isinstance(error, RunError):
+        if not isinstance(error, (RunError, KeyboardInterrupt)):
             traceback.print_exc()
         return BAD_SETTINGS if isinstance(error, RunError) else 1
     finally:

@@ -11,6 +11,7 @@ from PIL import Image
 import cachekit as ck
 from cachekit.run.images import decode
 
+from ..pipelines.tiny import TINY
 from .support import invoke, refused, use_tiny_pipeline
 
 
@@ -87,6 +88,16 @@ def test_a_profile_is_asked_for_a_speed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "cannot be drawn" not in refused(*asked, "50")
 
 
+def test_a_local_folder(tmp_path: Path) -> None:
+    tiny = TINY["flux"]
+    tiny.build().save_pretrained(tmp_path / "model")
+    size = [word for name, value in tiny.sizes[0].items() for word in ("--arg", f"{name}={value}")]
+    result = run(tmp_path / "out", "--pipeline", str(tmp_path / "model"), "--prompt", "fox", *size)
+    assert "(1 drawn)" in result.stdout
+    (path,) = (tmp_path / "out").iterdir()
+    assert decode(path)[0]["pipeline"]["name"] == "model"
+
+
 def test_a_failed_picture_keeps_those_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_tiny_pipeline(monkeypatch)
     from cachekit.run.painter import Painter
@@ -157,3 +168,36 @@ def test_several_processes_from_the_command_line(monkeypatch: pytest.MonkeyPatch
         assert "the process on cpu died: Signal 9; 0 of 1 pictures are in" in result.stderr
         assert "run it again" in result.stderr
     assert asked == [("cuda:2", "cuda:0"), ("cpu", "cpu"), ("cpu", "cpu", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--ray"], ["--ray", ""]),
+        (["--ray", "--steps", "2"], ["--ray", "", "--steps", "2"]),
+        (["--ray", "prompts.txt"], ["--ray", "", "prompts.txt"]),
+        (["--ray", "auto", "p.txt"], ["--ray", "auto", "p.txt"]),
+        (["--ray", "local"], ["--ray", "local"]),
+        (["--ray", "10.0.0.1:6379"], ["--ray", "10.0.0.1:6379"]),
+        (["--ray", "ray://head-node:10001", "p.txt"], ["--ray", "ray://head-node:10001", "p.txt"]),
+        (["--ray", "[::1]:6379"], ["--ray", "[::1]:6379"]),
+        (["--ray=10.0.0.1:6379"], ["--ray=10.0.0.1:6379"]),
+    ],
+)
+def test_the_address_of_a_cluster_may_be_left_out(given: list[str], expected: list[str]) -> None:
+    from cachekit.cli.run import with_address
+
+    assert with_address(given) == expected
+
+
+def test_a_cluster_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_tiny_pipeline(monkeypatch)
+    asked: list[Any] = []
+    monkeypatch.setattr("cachekit.run.on_ray.draw_on_ray", lambda job, *rest: asked.append(rest[:-1]))
+    run(tmp_path, "--prompt", "fox", "--ray")
+    run(tmp_path, "--prompt", "fox", "--ray", "head:6379", "--device", "cuda")
+    run(tmp_path, "--prompt", "fox", "--ray", "local", "--processes", "2")
+    assert asked == [(None, "cpu", None), ("head:6379", "cuda", None), ("local", "cpu", 2)]
+    base = ("run", "--out", str(tmp_path), "--prompt", "fox", "--ray")
+    assert "--devices names cards of this machine" in refused(*base, "--devices", "cuda:0")
+    assert "cpu or cuda" in refused(*base, "--device", "mps")

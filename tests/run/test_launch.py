@@ -100,6 +100,19 @@ def test_the_error_of_a_process_is_passed_on(monkeypatch: pytest.MonkeyPatch, tm
         draw(_failing(monkeypatch, tmp_path, None, 1))
 
 
+def test_an_interrupted_run_ends_as_any_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    job = _failing(monkeypatch, tmp_path, None, 1)
+
+    def interrupt(parsed: Any) -> None:
+        raise SignalException("interrupted", 2)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        draw(job)
+
+
 def test_nothing_missing_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = _failing(monkeypatch, tmp_path, None, 1)
     assert draw(job.only([])) == 0
