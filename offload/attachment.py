@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from offload.errors import OffloadError, warn
 from offload.layout import Group
 from offload.slots import Slot
 from offload.sources import loaded
+from offload.standins import FUSING, Uncopyable, watch
 from offload.streamer import Route, Streamer
 
 _DEPTH = -1
@@ -34,6 +35,7 @@ class Attachment:
             for group in route.groups:
                 self._attach(group)
             self._refuse(component)
+            self._removers.append(watch(component, FUSING, _refuse_fusing).run)
             observers.acquire(self)
         except BaseException:
             self.remove()
@@ -82,7 +84,7 @@ class Attachment:
             if type(owner).forward is not nn.Module.forward:
                 self._hooks.append(Hook(owner, inside, depth=_DEPTH))
         self._removers.append(module._register_state_dict_hook(_Saving(group, streamer)).remove)
-        self._removers.append(module.register_load_state_dict_pre_hook(_refuse_loading).remove)
+        self._removers.append(module.register_load_state_dict_pre_hook(_Loading(group)).remove)
         self._refuse(module)
 
     def _refuse(self, module: nn.Module) -> None:
@@ -99,18 +101,6 @@ class Attachment:
                 del owner.__dict__["_apply"]
 
         self._removers.append(undo)
-
-
-class Uncopyable:
-    """Lets a copy or pickle of the module that it is attached to fail with a message."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise OffloadError("a model cannot be copied while its weights are offloaded; call handle.disable() first")
-
-    def __reduce__(self) -> Any:
-        raise OffloadError(
-            "a model cannot be pickled while its weights are offloaded; use save_pretrained, or call handle.disable()"
-        )
 
 
 class Refusal(Uncopyable):
@@ -147,6 +137,22 @@ class _Saving(Uncopyable):
                 state[key] = tensor
 
 
+class _Loading(Uncopyable):
+    """Refuses values for offloaded weights; others, such as those of an adapter, may be loaded."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        offloaded = {id(entry.parameter) for entry in self._group.entries}
+        names = (name for name, parameter in module.named_parameters() if id(parameter) in offloaded)
+        if any(f"{prefix}{name}" in state for name in names):
+            raise OffloadError(
+                f"weights cannot be loaded into {type(module).__name__} while they are offloaded; call "
+                f"handle.disable() first"
+            )
+
+
 def refuse_compiled(name: str, component: nn.Module) -> None:
     """A component that is compiled as a whole runs no hooks inside."""
     if isinstance(component._modules.get("_orig_mod"), nn.Module) or is_compiled(component):
@@ -156,9 +162,9 @@ def refuse_compiled(name: str, component: nn.Module) -> None:
         )
 
 
-def _refuse_loading(module: nn.Module, *_: Any) -> None:
+def _refuse_fusing() -> NoReturn:
     raise OffloadError(
-        f"weights cannot be loaded into {type(module).__name__} while they are offloaded; call handle.disable() first"
+        "adapters cannot be fused into weights that are offloaded; call handle.disable() first, then offload again"
     )
 
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from offload.layout import Group
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Grouping:
@@ -37,12 +39,13 @@ class Grouping:
         return sum(group.nbytes for group in self.groups)
 
 
-def group_weights(component: nn.Module, granularity: str = "block") -> Grouping:
+def group_weights(component: nn.Module, granularity: str = "block", device: torch.device = _CPU) -> Grouping:
     """Divide the weights of a component.
 
     Args:
         component: any module.
         granularity: "block", or "leaf" for every module that has weights of its own.
+        device: where the weights will compute.
     """
     find = _leaves if granularity == "leaf" else _blocks
     places = list(find(component))
@@ -60,7 +63,7 @@ def group_weights(component: nn.Module, granularity: str = "block") -> Grouping:
             continue
         own = {name: item for name, item in own.items() if item.numel() and not item.is_meta}
         if own:
-            groups.append(Group(path, chain, own))
+            groups.append(Group(path, chain, own, device))
             grouped.update(id(item) for item in own.values())
     resident = {name: item for name, item in component.named_parameters() if id(item) not in grouped}
     stays = sum(item.nbytes for item in resident.values()) + sum(buffer.nbytes for buffer in component.buffers())

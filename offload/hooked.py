@@ -1,13 +1,13 @@
-"""The modes "model" and "sequential": diffusers' and accelerate's, made reversible, with their bytes counted."""
+"""The mode "model", which is diffusers' own, made reversible, with its bytes counted; and what "sequential" shares."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate import cpu_offload
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
@@ -16,8 +16,11 @@ from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.traffic import count_moved
 from offload.errors import OffloadError, warn
 from offload.handle import ComponentStats, Undo, modules_of, total_bytes
+from offload.layout import returned, shift_of
+from offload.standins import ADDING, watch
 
-_DEPTH = -1
+DEPTH = -1
+"""Inside of every cache's hook: what a cache answers moves no weights."""
 
 
 class NoOptions(BaseModel):
@@ -57,32 +60,14 @@ class Hooked:
 
 def offload_models(pipe: Any, device: torch.device, options: NoOptions) -> Hooked:
     """Whole components in the order of `model_cpu_offload_seq`; the denoiser stays during the loop."""
-    work = _prepared(pipe)
+    work = prepared(pipe)
     try:
         if getattr(pipe, "model_cpu_offload_seq", None) is None:
             pipe.model_cpu_offload_seq = derived_order(pipe)
         pipe.enable_model_cpu_offload(device=device)
         for name, module in modules_of(pipe).items():
-            work.undo.add(Hook(module, _counting_component(work, name, module, device), depth=_DEPTH).remove)
-    except BaseException:
-        work.remove()
-        raise
-    return work
-
-
-def offload_sequentially(pipe: Any, device: torch.device, options: NoOptions) -> Hooked:
-    """Leaf by leaf, with weights on the meta device until they are used."""
-    work = _prepared(pipe)
-    try:
-        kept = getattr(pipe, "_exclude_from_cpu_offload", ())
-        for name, module in modules_of(pipe).items():
-            module.to(device if name in kept else "cpu")
-            if name in kept:
-                continue
-            cpu_offload(module, device, offload_buffers=len(module._parameters) > 0)
-            for leaf in module.modules():
-                if getattr(getattr(leaf, "_hf_hook", None), "offload", False):
-                    work.undo.add(Hook(leaf, _counting_leaf(work, name, module, leaf), depth=_DEPTH).remove)
+            work.undo.add(Hook(module, _counting_component(work, name, module, device), depth=DEPTH).remove)
+            work.undo.add(watch(module, ADDING, nullcontext).run)
     except BaseException:
         work.remove()
         raise
@@ -109,7 +94,7 @@ def derived_order(pipe: Any) -> str:
     return "->".join([*first, *denoisers, *last])
 
 
-def _prepared(pipe: Any) -> Hooked:
+def prepared(pipe: Any) -> Hooked:
     """Note how everything is, and how to get back there."""
     work = Hooked(pipe)
     missing = object()
@@ -140,16 +125,16 @@ def _prepared(pipe: Any) -> Hooked:
 
 
 def _homes(module: nn.Module) -> Callable[[], None]:
-    """Remember the device of every tensor; the result moves what is elsewhere back."""
+    """Remember where every tensor is; the result moves what is elsewhere back."""
     reference = weakref.ref(module)
-    homes = {name: tensor.device for name, tensor in _named(module)}
+    homes = {name: (tensor.device, shift_of(tensor)) for name, tensor in _named(module)}
 
     def back() -> None:
         owner = reference()
         for name, tensor in _named(owner) if owner is not None else ():
-            home = homes.get(name)
-            if home is not None and tensor.device != home:
-                tensor.data = tensor.data.to(home)
+            home, shift = homes.get(name, (tensor.device, shift_of(tensor)))
+            if (tensor.device, shift_of(tensor)) != (home, shift):
+                tensor.data = returned(tensor.data, home, shift)
 
     return back
 
@@ -177,12 +162,13 @@ def _ties(module: nn.Module) -> Callable[[], None]:
 
 def _forwards(module: nn.Module) -> Callable[[], None]:
     """Remember which modules have a `forward` of their own; accelerate leaves the class's behind as one."""
-    plain = [weakref.ref(inner) for inner in module.modules() if "forward" not in inner.__dict__]
+    reference = weakref.ref(module)
+    own = weakref.WeakSet(inner for inner in module.modules() if "forward" in inner.__dict__)
 
     def back() -> None:
-        for reference in plain:
-            inner = reference()
-            if inner is not None:
+        owner = reference()
+        for inner in owner.modules() if owner is not None else ():
+            if inner not in own:
                 inner.__dict__.pop("forward", None)
 
     return back
@@ -201,18 +187,6 @@ def _counting_component(work: Hooked, name: str, module: nn.Module, device: torc
         away = sum(tensor.nbytes for _, tensor in _named(owner) if tensor.device.type != device.type)
         if away:
             work.moved(name, owner, away)
-        return inner(*args, **kwargs)
-
-    return handler
-
-
-def _counting_leaf(work: Hooked, name: str, module: nn.Module, leaf: nn.Module) -> Callable[..., Any]:
-    component, place = weakref.ref(module), weakref.ref(leaf)
-
-    def handler(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner, module = component(), place()
-        if owner is not None and module is not None:
-            work.moved(name, owner, sum(item.nbytes for item in module.parameters(recurse=False)))
         return inner(*args, **kwargs)
 
     return handler

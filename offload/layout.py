@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 _ALIGNMENT = 256
+_LINE = 64
+"""Bytes of a cache line. Kernels of the CPU begin with the elements before the next one, so that rounding depends on
+where in its line a tensor begins; weights that are mapped from a file begin anywhere."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Entry:
         offset: where it begins in the buffer, in bytes.
         stride: of its elements there; any dense order.
         home: the device that it came from and goes back to.
+        shift: bytes between the begin of its cache line and its own, where it came from.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Entry:
     dtype: torch.dtype
     offset: int
     home: torch.device
+    shift: int
 
     @property
     def nbytes(self) -> int:
@@ -56,9 +61,12 @@ class Group:
         name: path of the module in its component.
         chain: the module and those around it, innermost first, the component last; held weakly.
         parameters: path in the component -> parameter.
+        device: where the weights will compute.
     """
 
-    def __init__(self, name: str, chain: list[nn.Module], parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, chain: list[nn.Module], parameters: dict[str, nn.Parameter], device: torch.device
+    ) -> None:
         self.name = name
         self._chain = [weakref.ref(module) for module in chain]
         self.entries: list[Entry] = []
@@ -66,8 +74,12 @@ class Group:
         for path, parameter in parameters.items():
             data = parameter.data
             stride = tuple(data.stride()) if is_dense(data) else contiguous(data.shape)
-            self.entries.append(Entry(path, parameter, tuple(data.shape), stride, data.dtype, offset, parameter.device))
-            offset += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+            shift = shift_of(data)
+            begin = offset + (shift if device.type == "cpu" else 0)
+            self.entries.append(
+                Entry(path, parameter, tuple(data.shape), stride, data.dtype, begin, parameter.device, shift)
+            )
+            offset = -(-(begin + data.nbytes) // _ALIGNMENT) * _ALIGNMENT
         self.buffer_bytes = offset
         self.nbytes = sum(entry.nbytes for entry in self.entries)
 
@@ -88,6 +100,38 @@ class Group:
         with torch.inference_mode(False), torch.no_grad():
             for entry in self.entries:
                 entry.parameter.data = entry.view(buffer)
+
+
+def shift_of(tensor: torch.Tensor) -> int:
+    """Bytes between the begin of the cache line that a tensor begins in and its own; 0 outside of host memory."""
+    if tensor.device.type != "cpu":
+        return 0
+    return shift_at(tensor.data_ptr(), tensor.dtype)
+
+
+def shift_at(address: int, dtype: torch.dtype) -> int:
+    """The same for an address; 0 for one at which no tensor of this dtype can begin."""
+    shift = address % _LINE
+    return shift if shift % dtype.itemsize == 0 else 0
+
+
+def empty_at(
+    shift: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An uninitialised dense tensor of which `shift_of` is `shift`."""
+    if not shift:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(_LINE + nbytes, dtype=torch.uint8, device=device)
+    begin = (shift - raw.data_ptr()) % _LINE
+    return raw[begin : begin + nbytes].view(dtype).as_strided(shape, stride)
+
+
+def returned(tensor: torch.Tensor, home: torch.device, shift: int) -> torch.Tensor:
+    """A copy of a tensor on the device that it came from, at the same place in its cache line."""
+    if not is_dense(tensor):
+        return tensor.to(home)
+    return empty_at(shift, tuple(tensor.shape), tensor.stride(), tensor.dtype, home).copy_(tensor)
 
 
 def contiguous(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:

@@ -17,8 +17,10 @@ from offload.errors import OffloadError, warn
 from offload.files import Stored
 from offload.grouping import group_weights
 from offload.handle import Handle, lock, modules_of, remember
+from offload.layout import empty_at
 from offload.modes import checked, enable
 from offload.sources import load as load_stored
+from offload.sources import shift_in_file
 from offload.streamed import DiskOptions, stored_in, stream_from_files
 from offload.target import execution_device
 
@@ -128,7 +130,9 @@ def _empty_component(
             return None
         places.update(dict.fromkeys(shared, stored[found]))
     for shared in names.values():
-        _replace(module, shared, _dtype_for(kind, shared, places[shared[0]].dtype, dtype))
+        place = places[shared[0]]
+        wanted = _dtype_for(kind, shared, place.dtype, dtype)
+        _replace(module, shared, wanted, shift_in_file(place) if wanted == place.dtype else 0)
     for name, buffer in module.named_buffers():
         if name in stored:
             buffer.data = load_stored(stored[name]).to(buffer.dtype if dtype is None else _like(buffer, dtype))
@@ -148,10 +152,10 @@ def _build(kind: Any, folder: Path) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def _replace(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
+def _replace(module: nn.Module, names: list[str], dtype: torch.dtype, shift: int) -> None:
     """Put a parameter without storage in the place of one on the meta device, under all of its names."""
     old = module.get_parameter(names[0])
-    data = torch.zeros((), dtype=dtype).expand(old.shape)
+    data = empty_at(shift, (), (), dtype, torch.device("cpu")).zero_().expand(old.shape)
     new = nn.Parameter(data, requires_grad=old.requires_grad and data.is_floating_point())
     for name in names:
         path, _, leaf = name.rpartition(".")

@@ -11,7 +11,8 @@ from torch import nn
 
 from offload.errors import OffloadError, warn
 from offload.handle import Handle, Mode, handles_of, lock, modules_of, remember
-from offload.hooked import NoOptions, offload_models, offload_sequentially, release_foreign_hooks
+from offload.hooked import NoOptions, offload_models, release_foreign_hooks
+from offload.sequential import offload_sequentially
 from offload.streamed import DiskOptions, GroupOptions, stream_from_files, stream_from_memory
 from offload.target import execution_device
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from offload.errors import OffloadError
 from offload.files import Stored, read_header, read_into
-from offload.layout import Entry, Group
+from offload.layout import Entry, Group, contiguous, empty_at, shift_at
 
 
 class Source(Protocol):
@@ -112,10 +112,16 @@ class HostMemory:
 
 
 def load(stored: Stored) -> torch.Tensor:
-    """One tensor of a file in host memory."""
-    raw = torch.empty(stored.nbytes, dtype=torch.uint8)
-    read_into([(stored, raw)])
-    return raw.view(stored.dtype).reshape(stored.shape)
+    """One tensor of a file in host memory, in its cache line where it would be if the file were mapped."""
+    shift = shift_in_file(stored)
+    held = empty_at(shift, stored.shape, contiguous(stored.shape), stored.dtype, torch.device("cpu"))
+    read_into([(stored, held.reshape(-1).view(torch.uint8))])
+    return held
+
+
+def shift_in_file(stored: Stored) -> int:
+    """What `layout.shift_of` is of a tensor in a file that is mapped, as diffusers and transformers load it."""
+    return shift_at(stored.offset, stored.dtype)
 
 
 def loaded(source: Source, group: Group) -> dict[Entry, torch.Tensor]:
@@ -124,6 +130,6 @@ def loaded(source: Source, group: Group) -> dict[Entry, torch.Tensor]:
     source.read(group, buffer)
     found: dict[Entry, torch.Tensor] = {}
     for entry in group.entries:
-        whole = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=entry.home)
+        whole = empty_at(entry.shift, entry.shape, entry.stride, entry.dtype, entry.home)
         found[entry] = whole.copy_(entry.view(buffer))
     return found

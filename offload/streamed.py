@@ -18,7 +18,7 @@ from offload.errors import OffloadError, warn
 from offload.files import Stored, read_header
 from offload.grouping import Grouping, group_weights
 from offload.handle import ComponentStats, Undo
-from offload.layout import Group
+from offload.layout import Group, returned, shift_of
 from offload.sources import Files, HostMemory, load
 from offload.streamer import Route, Streamer
 
@@ -86,7 +86,7 @@ class Streamed:
 
 def stream_from_memory(modules: Mapping[str, nn.Module], device: torch.device, options: GroupOptions) -> Streamed:
     """Keep the groups in host memory."""
-    groupings = _group(modules, options.granularity)
+    groupings = _group(modules, options.granularity, device)
     source = HostMemory(pin=device.type == "cuda" and not options.low_cpu_memory)
     work = _begin(modules, groupings, source, device, options.prefetch)
     try:
@@ -111,7 +111,7 @@ def stream_from_files(
 
     `stored` names components that have no weights yet, and where each parameter's lie.
     """
-    groupings = _group(modules, options.granularity)
+    groupings = _group(modules, options.granularity, device)
     places: dict[Group, dict[str, Stored]] = {}
     for name, known in (stored or {}).items():
         for group in groupings[name].groups:
@@ -146,10 +146,10 @@ def stream_from_files(
     return work
 
 
-def _group(modules: Mapping[str, nn.Module], granularity: str) -> dict[str, Grouping]:
+def _group(modules: Mapping[str, nn.Module], granularity: str, device: torch.device) -> dict[str, Grouping]:
     for name, module in modules.items():
         refuse_compiled(name, module)
-    groupings = {name: group_weights(module, granularity) for name, module in modules.items()}
+    groupings = {name: group_weights(module, granularity, device) for name, module in modules.items()}
     if not any(grouping.groups for grouping in groupings.values()):
         raise OffloadError(
             f"none of {', '.join(name or type(module).__name__ for name, module in modules.items())} has blocks in a "
@@ -200,8 +200,10 @@ def _move(undo: Undo, tensor: torch.Tensor, device: torch.device) -> None:
             f"component on {device} first, or leave it out with components=[...]"
         )
 
+    shift = shift_of(tensor)
+
     def back() -> None:
-        tensor.data = tensor.data.to(home)
+        tensor.data = returned(tensor.data, home, shift)
 
     tensor.data = tensor.data.to(device)
     undo.add(back)

@@ -10,8 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("errors", "output", "engine", "metrics", "strategies", "api", "mixin"),
-    *("calibration", "zoo", "inspection", "demo", "run", "cli"),
+    "errors",
+    "files",
+    "engine",
+    "metrics",
+    "strategies",
+    "api",
+    "mixin",
+    "calibration",
+    "zoo",
+    "inspection",
+    "demo",
+    "run",
+    "cli",
 )
 """Rooms of `cachekit`, from the bottom up."""
 PACKAGES = {

@@ -1,4 +1,4 @@
-"""Results are written atomically: a reader sees the old file or the new one, never a part."""
+"""Files of results: safetensors with a JSON header, and text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from cachekit.output import write
+from cachekit.files import write_atomically
 
 
 def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
@@ -19,7 +19,7 @@ def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: 
     Raises:
         OSError: when the folder does not exist or cannot be written.
     """
-    return _write(Path(path), save(tensors, metadata))
+    return write_atomically(Path(path), save(tensors, metadata))
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -69,10 +69,4 @@ def write_text(path: str | Path, text: str) -> Path:
     Raises:
         OSError: when the folder does not exist or cannot be written.
     """
-    return _write(Path(path), text.encode())
-
-
-def _write(target: Path, data: bytes) -> Path:
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {target}: the folder {target.parent} does not exist; make it first")
-    return write(target, data)
+    return write_atomically(Path(path), text.encode())

@@ -32,7 +32,8 @@ def demo(
     """Draw with an embedded pipeline, uncached and cached, and compare time and fidelity."""
     from cachekit import demo as parts
     from cachekit import zoo
-    from cachekit.output import prepare, write
+    from cachekit.demo.output import prepare
+    from cachekit.files import write_atomically
 
     place = chosen_device(device)
     if model not in zoo.names():
@@ -54,8 +55,8 @@ def demo(
     parts.draw_grid(results).save(picture, format="PNG")
     document = json.dumps(parts.to_dict(results, run.not_applicable, **settings), indent=2, allow_nan=False)
     try:
-        grid = write(out / "grid.png", picture.getvalue())
-        figures = write(out / "results.json", f"{document}\n".encode())
+        grid = write_atomically(out / "grid.png", picture.getvalue())
+        figures = write_atomically(out / "results.json", f"{document}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror or error}") from None
     console.print(parts.render(results))

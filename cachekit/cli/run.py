@@ -83,7 +83,7 @@ def run(
     ] = None,
 ) -> None:
     """Draw prompts into a folder. What is there already, drawn with the same settings, is not drawn again."""
-    from cachekit.output import prepare
+    from cachekit.demo.output import prepare
     from cachekit.run import Job, ProcessDiedError, RunError, Settings, pictures
 
     texts = [text.strip() for text in prompt or () if text.strip()]

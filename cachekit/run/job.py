@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cachekit.output import write
+from cachekit.files import write_atomically
 from cachekit.run.images import decode
 from cachekit.run.settings import Picture, Settings
 
@@ -53,7 +53,7 @@ class Job:
         Raises:
             OSError: the folder cannot be written.
         """
-        return write(self.path(picture), data)
+        return write_atomically(self.path(picture), data)
 
     def work(self) -> list[dict[str, Any]]:
         """What the pictures that are there took."""

@@ -100,7 +100,7 @@ def test_a_failed_write_keeps_the_old_file(
     def broken(source: str, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("cachekit.output.os.replace", broken)
+    monkeypatch.setattr("cachekit.files.os.replace", broken)
     with pytest.raises(OSError, match="disk full"):
         replace(profile, samples=99).save(path)
     assert path.read_bytes() == before

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxPipeline
+from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 
 import cachekit as ck
 import offload
@@ -74,7 +78,7 @@ def test_all_orders_agree(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("mode", ["disk", "group"])
+@pytest.mark.parametrize("mode", offload.MODES)
 def test_lora_comes_and_goes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     as_accelerator(monkeypatch)
     pipe = short_flux()
@@ -100,12 +104,66 @@ def test_lora_comes_and_goes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(run(pipe), plain)
 
 
-def test_fusing_is_refused_while_offloaded() -> None:
+@pytest.mark.parametrize("mode", offload.MODES)
+def test_lora_from_a_file(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_accelerator(monkeypatch)
+    pipe = short_flux()
+    plain = run(pipe)
+    add_lora(pipe)
+    weights = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.transformer, adapter_name="style"))
+    FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=weights)
+    pipe = short_flux()
+    pipe.load_lora_weights(tmp_path)
+    base = run(pipe)
+    assert not torch.equal(base, plain)
+    pipe = short_flux()
+    with offload.enable(pipe, mode, "cpu") as handle:
+        pipe.load_lora_weights(tmp_path)
+        assert handle.active
+        assert torch.equal(run(pipe), base)
+        pipe.unload_lora_weights()
+        assert torch.equal(run(pipe), plain)
+    assert torch.equal(run(pipe), plain)
+    assert not any(hasattr(module, "_hf_hook") for module in pipe.transformer.modules())
+    assert "load_lora_adapter" not in pipe.transformer.__dict__
+
+
+@pytest.mark.parametrize("mode", ["sequential", "model"])
+def test_fusing_while_hooked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_accelerator(monkeypatch)
+    pipe = short_flux()
+    add_lora(pipe)
+    pipe.transformer.fuse_lora()
+    base = run(pipe)
+    pipe = short_flux()
+    add_lora(pipe)
+    with offload.enable(pipe, mode, "cpu"):
+        pipe.transformer.fuse_lora()
+        assert torch.equal(run(pipe), base)
+    assert torch.equal(run(pipe), base)
+
+
+@pytest.mark.parametrize("mode", ["disk", "group"])
+def test_fusing_is_refused_while_weights_are_away(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_accelerator(monkeypatch)
     pipe = short_flux()
     add_lora(pipe)
     base = run(pipe)
-    handle = offload.enable(pipe, "disk", "cpu")
-    with pytest.raises((offload.OffloadError, RuntimeError)):
+    handle = offload.enable(pipe, mode, "cpu")
+    with pytest.raises(offload.OffloadError, match=r"call handle.disable\(\) first"):
         pipe.transformer.fuse_lora()
+    assert torch.equal(run(pipe), base)
     handle.disable()
+    assert torch.equal(run(pipe), base)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "model"])
+def test_a_second_load_goes_on_after_a_failure(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_accelerator(monkeypatch)
+    pipe = short_flux()
+    base = run(pipe)
+    with offload.enable(pipe, mode, "cpu"):
+        with pytest.raises((ValueError, OSError)):
+            pipe.transformer.load_lora_adapter("no such folder")
+        assert torch.equal(run(pipe), base)
     assert torch.equal(run(pipe), base)
