@@ -91,7 +91,6 @@ def run(
     if not texts:
         raise UserError('nothing to draw; give --prompt "red heart" or a text file with one prompt per line')
     try:
-        draw = _places(device, devices, processes) if ray is None else _cluster(ray, device, devices, processes)
         settings = Settings(
             pipeline=pipeline,
             steps=steps or _usual_steps(profile),
@@ -106,6 +105,7 @@ def run(
         _check(settings)
         if seed + count > 2**32:
             raise UserError(f"--seed {seed} with --count {count} goes beyond the largest seed, {2**32 - 1}")
+        draw = _places(device, devices, processes) if ray is None else _cluster(ray, device, devices, processes)
         job = Job(settings, tuple(pictures(settings, texts, range(seed, seed + count))), prepare(out))
         missing = job.missing()
         log = Console(stderr=True)

@@ -19,7 +19,7 @@ def encode(image: Any, settings: dict[str, Any], work: dict[str, Any]) -> bytes:
 
     texts = PngInfo()
     for name, value in ((SETTINGS, settings), (WORK, work)):
-        texts.add_itxt(name, json.dumps(value, sort_keys=True, ensure_ascii=False))
+        texts.add_text(name, json.dumps(value, sort_keys=True))
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", pnginfo=texts)
     return buffer.getvalue()

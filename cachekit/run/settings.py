@@ -77,8 +77,11 @@ class Settings:
                 found["profile"] = hashlib.sha256(Path(self.profile).read_bytes()).hexdigest()
         except OSError as error:
             raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
-        # As it reads back from a file: a tuple is a list there, and keys are texts.
-        plain: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
+        try:
+            # As it reads back from a file: a tuple is a list there, and keys are texts.
+            plain: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"settings are plain values and finite numbers: {error}") from None
         return plain
 
 

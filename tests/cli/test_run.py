@@ -139,6 +139,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "torch sees" in refused(*fox, "--devices", "cuda:99,cuda:98")
     assert "--processes" in refused(*fox, "--devices", "cpu,cpu", "--processes", "2")
     assert "--processes is for the CPU" in refused(*fox, "--device", "cuda", "--processes", "2")
+    assert "finite numbers" in refused(*fox, "--guidance", "nan")
     assert "largest seed" in refused(*fox, "--seed", str(2**32 - 1), "--count", "2")
     assert not list((tmp_path / "out").glob("*"))
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,25 @@ def test_a_cache_that_cannot_be_made(settings: Settings, message: str) -> None:
 def test_a_pipeline_that_is_not_there() -> None:
     with pytest.raises(RunError, match="neither an embedded pipeline"):
         pictures(Settings("nothing", 8), ["fox"], [0])
+
+
+@pytest.mark.parametrize("bad", [{"guidance": float("nan")}, {"arguments": {"sigmas": [float("inf")]}}])
+def test_settings_that_no_file_can_hold(bad: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match="finite numbers"):
+        pictures(replace(BASE, **bad), ["fox"], [0])
+
+
+@pytest.mark.parametrize("prompt", ["赤い", "a\0b", "\ud800", '"; DROP', "fox\n\nlion", "x" * 10000])
+def test_any_prompt_goes_into_a_file_and_back(prompt: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from cachekit.run.images import encode
+
+    picture = pictures(BASE, [prompt], [0])[0]
+    job = Job(BASE, (picture,), tmp_path)
+    job.keep(picture, encode(Image.new("RGB", (8, 8)), picture.settings, {}))
+    assert job.is_there(picture)
+    assert Job.from_json(job.to_json()) == job
 
 
 def test_no_cache_is_no_config() -> None:
