@@ -15,6 +15,7 @@ from cachekit.engine.attach import attach
 from cachekit.engine.denoiser import DenoiserEngine
 from cachekit.engine.discovery import find_denoisers, takes_timestep, unwrap
 from cachekit.engine.member import Member
+from cachekit.engine.ranks import check_group
 from cachekit.engine.rules import Rule
 from cachekit.engine.session import known_session
 from cachekit.engine.sites import Site
@@ -113,6 +114,7 @@ def enable_cache(
     *,
     progress: bool = True,
     branches: Sequence[str] | None = None,
+    group: Any = None,
     **overrides: Any,
 ) -> Handle:
     """Cache every denoiser of a pipeline, or one denoiser.
@@ -124,6 +126,9 @@ def enable_cache(
         strict: raise at the first call that turns out to have nothing to skip, instead of warning.
         progress: show "reused n/m" in the pipeline's progress bar.
         branches: names of the guidance branches in the order of their calls within a step; found out if left out.
+        group: process group or device mesh of the ranks that share every denoiser call, which then decide together.
+            Found out with diffusers' `enable_parallelism` and for `DTensor` weights; to be told where tokens or weights
+            are split otherwise. Not for ranks that have prompts of their own.
         **overrides: fields of the config to set otherwise.
 
     Returns:
@@ -137,6 +142,8 @@ def enable_cache(
         ValueError, TypeError: a bad config. In every case nothing is changed.
     """
     chosen = _chosen(config, overrides)
+    if group is not None:
+        check_group(group)
     with _lock:
         denoisers = find_denoisers(target)
         if not denoisers:
@@ -169,6 +176,8 @@ def enable_cache(
             for _, _, member in members:
                 member.remove()
             raise
+        for engine, _ in enabled if group is not None else ():
+            engine.ranks.tell(group)
         handle = Handle(enabled, {find_strategy(item).name: item for item in chosen})
         for _, member in enabled:
             member.roll_back = handle.disable

@@ -21,6 +21,7 @@ ROOMS = (
     "zoo",
     "inspection",
     "demo",
+    "run",
     "cli",
 )
 """Rooms of `cachekit`, from the bottom up."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cachekit.cli.app import UserError
+from cachekit.run.loading import quieten
 
 
 def chosen_device(name: str) -> str:
@@ -40,16 +41,6 @@ def load_embedded(model: str, device: str) -> Any:
     return pipe
 
 
-def quieten() -> None:
-    """Log lines of other libraries would tear the progress bar and the tables apart."""
-    import diffusers
-    import transformers
-
-    for logging in (diffusers.logging, transformers.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-
 def is_ours(category: type[Warning]) -> bool:
     from cachekit import CacheWarning
 
@@ -58,24 +49,13 @@ def is_ours(category: type[Warning]) -> bool:
 
 def load_any(pipeline: str, device: str) -> Any:
     """An embedded pipeline, or one from a local folder in diffusers' layout."""
-    from cachekit import zoo
+    from cachekit.run import RunError
+    from cachekit.run.loading import load
 
-    if pipeline in zoo.names():
-        return load_embedded(pipeline, device)
-    if not (Path(pipeline) / "model_index.json").is_file():
-        raise UserError(
-            f"{pipeline!r} is neither an embedded pipeline ({', '.join(zoo.names())}) nor a folder that holds "
-            f"model_index.json"
-        )
-    from diffusers import DiffusionPipeline
-
-    quieten()
     try:
-        pipe = DiffusionPipeline.from_pretrained(pipeline, local_files_only=True).to(device)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"the pipeline in {pipeline} cannot be loaded: {error}") from None
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+        return load(pipeline, device)
+    except RunError as error:
+        raise UserError(str(error)) from None
 
 
 def training_prompts(pipeline: str, count: int) -> list[str]:
@@ -100,11 +80,11 @@ def prompt_lines(path: Path) -> list[str]:
     return texts
 
 
-def named_value(text: str) -> tuple[str, Any]:
+def named_value(text: str, option: str = "--arg") -> tuple[str, Any]:
     """`name=value` as a name and a JSON value; what is no JSON is a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise UserError(f"--arg takes name=value, got {text!r}")
+        raise UserError(f"{option} takes name=value, got {text!r}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from cachekit.cli.app import UserError, app
-from cachekit.cli.common import quieten
+from cachekit.run.loading import quieten
 
 
 @app.command()

@@ -24,7 +24,8 @@ from cachekit.engine.halves import CallFacts
 from cachekit.engine.hooks import Hook, Inner
 from cachekit.engine.member import Member, Part
 from cachekit.engine.own_cache import fills_own_cache
-from cachekit.engine.rules import AttentiveGate, GateContext, Rule, ScoredGate, Verdict
+from cachekit.engine.ranks import ANOTHER_RANK, Ranks
+from cachekit.engine.rules import AttentiveGate, GateContext, Measure, Rule, ScoredGate, Verdict
 from cachekit.engine.samples import CannotSplitError, batch_of, one_sample, rows_of
 from cachekit.engine.session import WHOLE_COMPILE, Session, session_of
 from cachekit.engine.sites import PassContext, Samples, SitePass, StructureChangedError
@@ -46,6 +47,9 @@ class DenoiserEngine:
         name: component name, "" for a bare module.
         module: the denoiser; held weakly.
         progress: show reuse in the pipeline's progress bar.
+
+    Attributes:
+        ranks: the processes that share the calls of this denoiser.
     """
 
     def __init__(self, name: str, module: nn.Module, progress: bool = True) -> None:
@@ -58,6 +62,7 @@ class DenoiserEngine:
         self._core = weakref.ref(core)
         self._watch = WeightWatch(core)
         self._control = ControlWatch()
+        self.ranks = Ranks(core)
         self._tracker = Tracker(core, self._new_run, self._control.is_hint)
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -178,7 +183,10 @@ class DenoiserEngine:
     def stats(self) -> list[DenoiserStats]:
         """One record per strategy."""
         runs = list(self._tracker.runs)
-        return [member.stats(self.name, sum(run.nbytes(member) for run in runs)) for member in self.members]
+        return [
+            member.stats(self.name, sum(run.nbytes(member) for run in runs), self.ranks.count)
+            for member in self.members
+        ]
 
     # one call
 
@@ -334,6 +342,8 @@ class DenoiserEngine:
             obstacle = "the number of samples in a call is unclear"
         elif not part.site.splits:
             obstacle = "samples are told apart at the block stack only"
+        elif self.ranks.groups:
+            obstacle = "several ranks share the calls of this denoiser"
         if obstacle:
             self._cannot_split(call, part, obstacle)
         if count is None or count < 2 or obstacle:
@@ -419,9 +429,28 @@ class DenoiserEngine:
             fetch=item.fetch,
             refreshes=call.facts.refreshes,
         )
-        return self._settle(
-            call, item, context, self._objection(call, item, objection), partial(rule.gate.decide, context)
-        )
+        objection = self._objection(call, item, objection)
+        decide: Callable[[], Verdict] = partial(rule.gate.decide, context)
+        if self.ranks.groups and isinstance(rule.gate, ScoredGate):
+            objection, decide = self._agree(call, item, context, objection, rule.gate)
+        return self._settle(call, item, context, objection, decide)
+
+    def _agree(
+        self, call: Call, item: PartCall, context: GateContext, objection: str | None, gate: ScoredGate
+    ) -> tuple[str | None, Callable[[], Verdict]]:
+        """Objection and verdict as all ranks that share this call come to them.
+
+        Gates without a score are not asked here: what they decide by is the same on every rank.
+        """
+        measure = Measure(None, lambda score: Verdict(False))
+        if objection is None:
+            measure = measure if self._written(call, item) else gate.measure(context)
+            objection = call.forced
+        device = call.sources[0].device if call.sources else torch.device("cpu")
+        computes, score = self.ranks.agree(measure.score is None, measure.score, device, item.fetch)
+        if measure.score is None:
+            return objection, partial(measure.judge, None)
+        return (ANOTHER_RANK if computes else None), partial(measure.judge, score)
 
     def _decide_each(self, call: Call, item: PartCall, signal: torch.Tensor | None) -> bool:
         """Let every sample decide for itself; all scores are read back together. True when all of them reuse."""
@@ -553,6 +582,7 @@ class DenoiserEngine:
 
     def _new_run(self, old: RunState | None) -> None:
         """A run begins; `old` is the one it takes the place of."""
+        self.ranks.look()
         if old is not None:
             old.clear()
             for member, stats in old.stats.items():

@@ -67,7 +67,7 @@ class Member:
             for part in self.parts
         )
 
-    def stats(self, name: str, bytes_held: int) -> DenoiserStats:
+    def stats(self, name: str, bytes_held: int, ranks: int = 1) -> DenoiserStats:
         """The statistics so far."""
         return DenoiserStats(
             name,
@@ -80,6 +80,7 @@ class Member:
             self.total_reused,
             bytes_held,
             list(self.notes),
+            ranks,
         )
 
     def say(self, text: str) -> None:

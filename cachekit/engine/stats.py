@@ -152,6 +152,7 @@ class DenoiserStats:
         runs: number of runs so far.
         bytes_held: bytes held right now.
         notes: what is wrong with this cache as such, such as a denoiser that was replaced.
+        ranks: number of processes that share the denoiser's calls and decide together.
     """
 
     name: str
@@ -164,6 +165,7 @@ class DenoiserStats:
     total_reused: int
     bytes_held: int
     notes: list[str] = field(default_factory=list)
+    ranks: int = 1
 
 
 class Stats:
@@ -264,6 +266,8 @@ CALIBRATION_REASON = "calibration"
 
 def _describe(item: DenoiserStats) -> str:
     title = f"{item.name or 'denoiser'}: {item.settings} on {item.site}"
+    if item.ranks > 1:
+        title += f", decided by {item.ranks} ranks together"
     run = item.last
     notes = [f"  note: {note}" for note in item.notes]
     if run is None:
