@@ -1,5 +1,5 @@
 # `make demo` and `make test` work on a fresh clone: they create .venv, install the pinned versions and run.
-# Needs Python >= 3.10 with venv, and make. Nothing is installed outside the virtual environment.
+# Needs Python >= 3.11 with venv, and make. Nothing is installed outside the virtual environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +29,7 @@ help:  ## Show this list
 install: $(STAMP)  ## Create the virtual environment and install what constraints.txt pins
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version.split()[0] + "; choose another one with PYTHON=...") if sys.version_info < (3, 10) else None'
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed for the pinned versions, this is " + sys.version.split()[0] + "; choose another one with PYTHON=...") if sys.version_info < (3, 11) else None'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $(TORCH_ARGS) $(TORCH)
 	$(PIP) install -c constraints.txt hatchling editables

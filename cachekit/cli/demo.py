@@ -25,9 +25,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, auto, cuda, cuda:N or mps.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for grid.png and results.json.")] = Path("cachekit-demo"),
     model: Annotated[str, typer.Option(help="Embedded pipeline to draw with.")] = "emoji-flux",
-    every: Annotated[
-        bool, typer.Option("--all", help="Every strategy, each beside a run with fewer steps of the same cost.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every strategy, not only the first three.")] = False,
 ) -> None:
     """Draw with an embedded pipeline, uncached and cached, and compare time and fidelity."""
     from cachekit import demo as parts

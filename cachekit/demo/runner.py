@@ -80,7 +80,6 @@ class Demo:
         calibration: texts to calibrate on.
         seed: picture i starts from the noise of seed + i.
         candidates: the strategies.
-        each_control: give every method a control of its own; else they share one, of their mean cost.
         not_applicable: the strategies that bring nothing on this pipeline, known after `run`.
     """
 
@@ -90,7 +89,6 @@ class Demo:
     steps: int
     seed: int
     candidates: Sequence[Candidate] = SHORT
-    each_control: bool = False
     not_applicable: list[NotApplicable] = field(default_factory=list)
     _rows: int | None = None
 
@@ -98,7 +96,7 @@ class Demo:
     def pictures(self) -> int:
         """Number of pipeline calls, for a progress bar; an estimate until the strategies are prepared."""
         count = len(self.candidates)
-        rows = self._rows or 1 + count + (count if self.each_control else 1)
+        rows = self._rows or 1 + 2 * count
         return 1 + sum(map(self._measures_on, self.candidates)) + count + rows * len(self.prompts)
 
     def run(self, advance: Advance) -> list[Result]:
@@ -139,10 +137,7 @@ class Demo:
 
         A method that skips too little for that has none.
         """
-        costs = [result.compute or 0.0 for result in results]
-        if costs and not self.each_control:
-            costs = [statistics.fmean(costs)] * len(costs)
-        counts = [max(1, round(cost)) for cost in costs]
+        counts = [max(1, round(result.compute or 0.0)) for result in results]
         controls = {count: Result(fewer_steps(count)) for count in sorted(set(counts)) if count < self.steps}
         for result, count in zip(results, counts, strict=True):
             result.control = controls.get(count)
@@ -180,7 +175,7 @@ def demo(
         known: texts that the pipeline knows.
         steps: number of steps.
         seed: of the noise of the first picture.
-        every: draw with every strategy and give each a control of its own.
+        every: draw with every strategy, not only the first three.
     """
     held_out = [prompt for prompt in known if prompt not in prompts] or list(known)
-    return Demo(pipe, prompts, held_out, steps, seed, EVERY if every else SHORT, each_control=every)
+    return Demo(pipe, prompts, held_out, steps, seed, EVERY if every else SHORT)

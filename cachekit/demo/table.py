@@ -24,12 +24,13 @@ def render(results: Sequence[Result]) -> Table:
     """One row a method; the first result is the uncached reference."""
     count = len(results[0].samples)
     caption = (
-        f"{count} prompt{'s' if count != 1 else ''}; computed of all steps, fidelity to uncached beside that of fewer\n"
-        "steps of the same cost, bytes held"
+        f"{count} prompt{'s' if count != 1 else ''}; computed of all steps (cond: with the prompt, uncond: with the "
+        "negative prompt); fidelity to uncached beside that of as few uncached steps as cost the same; "
+        "bytes held for the next steps"
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     table.add_column("method", no_wrap=True)
-    for name in ("computed", "seconds\nspeed-up", "PSNR dB\n(worst)", "fewer\nsteps", "SSIM\n(worst)", "held"):
+    for name in ("computed", "seconds\nspeed-up", "PSNR dB\n(worst)", "fewer\nsteps", "held"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = results[0]
     for result in results:
@@ -43,7 +44,6 @@ def render(results: Sequence[Result]) -> Table:
             else f"{result.seconds:.2f}\n{reference.seconds / result.seconds:.2f}x",
             "-" if is_reference else _psnr_text(_psnr(result)),
             "-" if result.control is None else _psnr_text(_psnr(result.control)),
-            "-" if is_reference else _ssim_text(summarise(sample.ssim for sample in result.samples)),
             "-" if method.config is None else format_bytes(result.peak_bytes),
         )
     return table
@@ -128,7 +128,3 @@ def _psnr_text(summary: Summary) -> str:
         return "equal"
     text = f"{summary.mean:.1f}\n({summary.worst:.1f})"
     return text if not summary.identical else f"{text}\n{summary.identical} equal"
-
-
-def _ssim_text(summary: Summary) -> str:
-    return f"{summary.mean:.3f}\n({summary.worst:.3f})"
