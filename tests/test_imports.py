@@ -21,6 +21,7 @@ ROOMS = (
     "zoo",
     "inspection",
     "demo",
+    "doctor",
     "run",
     "cli",
 )
