@@ -10,6 +10,14 @@ class OffloadError(RuntimeError):
     """Weights cannot be offloaded, or not used in this way while they are."""
 
 
+class DeviceError(OffloadError, ValueError):
+    """A name that is no device; the message lists the accepted ones."""
+
+
+class SettingsError(OffloadError, ValueError):
+    """Settings with an unknown key or a bad value, or a file of them that cannot be used."""
+
+
 class OffloadWarning(UserWarning):
     """Something did not work as a user would expect; the output is still right."""
 

@@ -1,1 +1,1 @@
-"""Presets that combine caches, precision, attention and offload under rules. Not there yet: the package is empty."""
+"""Presets that combine caches, precision, attention and offload under rules. So far: `recipes.artefacts`."""

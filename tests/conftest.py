@@ -20,6 +20,14 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user of this machine has configured does not decide what a test does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CACHEKIT_CONFIG", str(tmp_path_factory.mktemp("user") / "config.json"))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """The models are tiny, and threads that wait for each other are slow when tests run side by side."""

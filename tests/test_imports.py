@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "errors",
     "files",
+    "devices",
     "engine",
     "metrics",
     "strategies",
