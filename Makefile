@@ -19,7 +19,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format conformance clean
+.PHONY: help install demo test lint format docs conformance clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $(TORCH_ARGS) $(TORCH)
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test,docs]'
 	@touch $@
 
 demo: $(STAMP)  ## Draw emoji uncached and cached, side by side, with figures
@@ -51,10 +51,13 @@ format: $(STAMP)  ## Rewrite the sources in the project's format and apply the s
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(STAMP)  ## Build the documentation site into site/; any warning fails
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 conformance: $(STAMP)  ## Every contract for every strategy on every denoiser, and the table in docs/ (long)
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "" tests/conformance $(PYTEST_ARGS)
 	$(TEST_ENV) $(PY) -m tests.conformance.table docs/conformance.md
 
 clean:  ## Remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) .venv-ci build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-ci build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

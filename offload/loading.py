@@ -42,7 +42,8 @@ def load(
 
     Args:
         source: folder of a saved pipeline, or its name on the Hub. The files are read in every step; keep them there.
-        mode, device: as for `offload.enable`; other modes load first and offload then.
+        mode: as for `offload.enable`; modes other than "disk" load first and offload then.
+        device: as for `offload.enable`.
         torch_dtype: convert the weights to this dtype as they are read; None keeps them as they are stored.
         variant: "fp16" for files such as `model.fp16.safetensors`.
         pipeline_class: the class, where the folder does not name the one that is wanted.

@@ -22,6 +22,7 @@ ROOMS = (
     "zoo",
     "inspection",
     "demo",
+    "doctor",
     "run",
     "cli",
 )

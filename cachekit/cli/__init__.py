@@ -1,6 +1,6 @@
-"""The command line: `cachekit demo`, `cachekit inspect`, `cachekit calibrate`, `cachekit tune`, `cachekit run`."""
+"""The command line; a file for each command."""
 
-from cachekit.cli import calibrate, demo, inspect, run, tune
+from cachekit.cli import calibrate, demo, doctor, inspect, run, tune
 from cachekit.cli.app import app, main
 
-__all__ = ["app", "calibrate", "demo", "inspect", "main", "run", "tune"]
+__all__ = ["app", "calibrate", "demo", "doctor", "inspect", "main", "run", "tune"]
